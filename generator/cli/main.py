@@ -126,6 +126,12 @@ def _add_where(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--out", type=folder_name, help="output folder (default: generated/<gpu>)")
     group.add_argument(
+        "--keep-winners",
+        action="store_true",
+        help="tune only the shapes that the package in --out has no winner for: no other winner's "
+        "bits change",
+    )
+    group.add_argument(
         "--standalone",
         action="store_true",
         help="write a package that has a copy of the library and needs no other; one that has it "

@@ -6,16 +6,20 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from generator.evaluate.gpu.evaluator import MeasuredEvaluator
+from generator.package.emit import problems_in
 from generator.package.entries import Emission
 from generator.package.standalone import stands_alone
 from generator.paths import results_of
 from generator.problem import Problem
 from generator.search.budget import TRIALS
 from generator.studies.records import Winner
+from generator.target import Target
 from generator.tuner.choose_device import choose_devices, choose_target
 from generator.tuner.device_pool import DevicePool
 from generator.tuner.display import Status, table
@@ -25,6 +29,9 @@ from generator.tuner.run import Outcome, tune
 INTERRUPTED = (
     "tune.py: interrupted; finished trials are kept, and the same command goes on from there"
 )
+
+NOTHING = Outcome((), None, False, {}, 0)
+"""What came out where there was nothing to do."""
 
 
 def run(args: argparse.Namespace, problems: list[Problem]) -> int:
@@ -36,25 +43,14 @@ def run(args: argparse.Namespace, problems: list[Problem]) -> int:
             target, measurer, sentence = choose_target(args.gpu, args.devices[0])
         else:
             target, measurer, sentence = choose_devices(args.gpu, args.devices)
-        evidence = "measured" if measurer else "predicted"
-        status = Status(len(problems))
+        plan = _plan(args, problems, target, measured=measurer is not None)
+        kept = problems_in(plan.package, target) if args.keep_winners else set()
+        left = tuple(problem for problem in problems if problem not in kept)
+        status = Status(len(left))
         status.say(sentence)
         _print_noise(measurer)
-        plan = Plan(
-            target=target,
-            problems=tuple(problems),
-            space_file=args.space,
-            out=args.out or results_of(target.name),
-            trials=int(args.trials or TRIALS[evidence]),
-            seconds=args.seconds,
-            storage=args.storage,
-            seed=args.seed,
-            devices=args.devices if measurer else (),
-            fallbacks=args.fallbacks,
-            standalone=args.standalone,
-        )
         with status:
-            outcome = tune(plan, measurer, status)
+            outcome = tune(replace(plan, problems=left), measurer, status) if left else NOTHING
         _print_noise(measurer)
     except KeyboardInterrupt:
         if isinstance(measurer, DevicePool):
@@ -67,25 +63,60 @@ def run(args: argparse.Namespace, problems: list[Problem]) -> int:
                 measurer.close()
     if args.json:
         seconds = time.monotonic() - started
-        print(json.dumps(_document(plan, outcome, evidence, seconds), indent=1))
-    else:
+        print(json.dumps(_document(plan, outcome, seconds), indent=1))
+    elif left:
         print(table(outcome.winners))
         if outcome.emission is not None:
             _print_package(outcome.emission)
+    if stay := len(problems) - len(left):
+        said = f"{stay} of {len(problems)} shapes keep the winners of the package."
+        print(said, file=sys.stderr)
+    _print_remarks(len(left), outcome)
+    missing = len(left) - sum(winner is not None for _, winner in outcome.winners)
+    if missing and not outcome.interrupted:
+        print(f"{missing} shapes have no winner.", file=sys.stderr)
+    return 1 if missing or outcome.interrupted else 0
+
+
+def _plan(
+    args: argparse.Namespace, problems: Sequence[Problem], target: Target, *, measured: bool
+) -> Plan:
+    """What the command line asks for."""
+    evidence = "measured" if measured else "predicted"
+    return Plan(
+        target=target,
+        problems=tuple(problems),
+        space_file=args.space,
+        out=args.out or results_of(target.name),
+        trials=int(args.trials or TRIALS[evidence]),
+        seconds=args.seconds,
+        storage=args.storage,
+        seed=args.seed,
+        devices=args.devices if measured else (),
+        fallbacks=args.fallbacks,
+        standalone=args.standalone,
+    )
+
+
+def _print_remarks(problems: int, outcome: Outcome) -> None:
+    """What else is to know about a run of so many problems, on stderr."""
     if outcome.unchanged:
         print(
-            f"{outcome.unchanged} of {len(plan.problems)} shapes were not searched again: what "
+            f"{outcome.unchanged} of {problems} shapes were not searched again: what "
             "earlier runs tried counts towards --trials and --seconds.",
+            file=sys.stderr,
+        )
+    replaced = outcome.emission.replaced if outcome.emission else ()
+    if replaced:
+        print(
+            f"Bits of {len(replaced)} shapes may change, because the package had other kernels for "
+            f"them (--keep-winners keeps these): {', '.join(replaced)}",
             file=sys.stderr,
         )
     for problem, reason in outcome.failures.items():
         print(f"{problem} has no answer from this run: {reason}", file=sys.stderr)
     if outcome.interrupted:
         print("Interrupted: the same command resumes where this run stopped.", file=sys.stderr)
-    missing = len(plan.problems) - sum(winner is not None for _, winner in outcome.winners)
-    if missing and not outcome.interrupted:
-        print(f"{missing} shapes have no winner.", file=sys.stderr)
-    return 1 if missing or outcome.interrupted else 0
 
 
 def _print_package(emission: Emission) -> None:
@@ -101,16 +132,17 @@ def _print_noise(measurer: MeasuredEvaluator | DevicePool | None) -> None:
         print(noise, file=sys.stderr)
 
 
-def _document(plan: Plan, outcome: Outcome, evidence: str, seconds: float) -> dict[str, Any]:
+def _document(plan: Plan, outcome: Outcome, seconds: float) -> dict[str, Any]:
     """The run as one JSON-able document."""
     return {
         "gpu": plan.target.name,
-        "evidence": evidence,
+        "evidence": plan.evidence,
         "seconds": round(seconds, 1),
         "interrupted": outcome.interrupted,
         "package": str(outcome.emission.package) if outcome.emission else None,
         "standalone": stands_alone(plan.package),
         "kept_measured": [str(p) for p in outcome.emission.refused] if outcome.emission else [],
+        "replaced": list(outcome.emission.replaced) if outcome.emission else [],
         "failures": {str(problem): reason for problem, reason in outcome.failures.items()},
         "shapes": [_row(problem, winner) for problem, winner in outcome.winners],
     }

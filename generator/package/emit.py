@@ -73,23 +73,38 @@ def emit_package(
     with writer_lock(package):
         old, old_forward = _read_table(package, target), read_forward_table(package)
         files = KernelFiles(package, target.sms)
-        tuned, refused = _merge(entries, old, files, "kernel")
+        replaced: set[Problem] = set()
+        tuned, refused = _merge(entries, old, files, "kernel", replaced)
         kept = old.fallback if old and keep_fallbacks else ()
         table = Table(_target_facts(target), tuned, _fallbacks(fallback, kept, files))
-        forward_table = _forward_table(forwards, old_forward, files, target, keep_fallbacks)
+        forward_table = _forward_table(
+            forwards, old_forward, files, target, keep_fallbacks, replaced
+        )
         _check_arithmetic(table, forward_table)
         with replacing_folder(package) as fresh:
             write_package(fresh, files, table, forward_table)
             if standalone or stands_alone(package):
                 add_library(fresh)
-    return Emission(package, refused)
+    shapes = (str(problem).removeprefix(f"{problem.operation}:") for problem in sorted(replaced))
+    return Emission(package, refused, tuple(dict.fromkeys(shapes)))
+
+
+def problems_in(package: Path, target: Target) -> set[Problem]:
+    """Those that the package at `package` has a winner for. Raises NormforgeError."""
+    table = _read_table(package, target)
+    return {problem_of(tuned) for tuned in table.tuned} if table else set()
 
 
 def _merge(
-    entries: Sequence[Entry], old: TableOf[Any] | None, files: KernelFiles, what: str
+    entries: Sequence[Entry],
+    old: TableOf[Any] | None,
+    files: KernelFiles,
+    what: str,
+    replaced: set[Problem],
 ) -> tuple[tuple[TunedOf[Any], ...], tuple[Problem, ...]]:
     """The tuned kernels of the new package, sorted by problem: those of entries, and what the old
-    table has beside them; all join `files`. And the problems whose measured kernels stay."""
+    table has beside them; all join `files`. And the problems whose measured kernels stay; those
+    that get another kernel join `replaced`."""
     known = {problem_of(tuned): tuned for tuned in old.tuned} if old else {}
     tuned: dict[Problem, TunedOf[Any]] = {}
     refused = []
@@ -101,6 +116,8 @@ def _merge(
         kernel = files.add(entry.variant, entry.compiled, tuned=True)
         shape = (problem.M, problem.N, problem.dtype, problem.weight_dtype)
         fresh = TunedOf(*shape, entry.evidence, kernel, entry.provenance)
+        if existing and _launched(existing) != _launched(fresh):
+            replaced.add(problem)
         if existing and _same_kernel(existing, fresh):
             fresh = replace(fresh, provenance=existing.provenance)
         tuned[problem] = fresh
@@ -109,6 +126,11 @@ def _merge(
             kernel = files.keep(existing.kernel, f"{what} of {existing.shape}", tuned=True)
             tuned[problem] = replace(existing, kernel=kernel)
     return tuple(tuned[p] for p in sorted(tuned)), tuple(refused)
+
+
+def _launched(tuned: TunedOf[Any]) -> tuple[object, ...]:
+    """What the bits of a shape follow from."""
+    return tuned.kernel.digest, replace(tuned.kernel.spec, name="")
 
 
 def _same_kernel(old: TunedOf[Any], new: TunedOf[Any]) -> bool:
@@ -206,11 +228,13 @@ def _forward_table(
     files: KernelFiles,
     target: Target,
     keep_fallbacks: bool,
+    replaced: set[Problem],
 ) -> ForwardTable | None:
-    """The forward table of the new package, whose kernels join `files`; None without one."""
+    """The forward table of the new package, whose kernels join `files`; None without one. Problems
+    that get another forward join `replaced`."""
     if old is None and forwards is None:
         return None
-    tuned, _ = _merge(forwards.tuned if forwards else (), old, files, "forward")
+    tuned, _ = _merge(forwards.tuned if forwards else (), old, files, "forward", replaced)
     kept = old.fallback if old and (keep_fallbacks or forwards is None) else ()
     fallback = _fallbacks(forwards.fallback if forwards else (), kept, files)
     return ForwardTable(_target_facts(target), tuned, fallback)

@@ -51,7 +51,9 @@ class Forwards:
 @dataclass(frozen=True)
 class Emission:
     """What a call of `emit_package` did. refused: predicted winners of the backward that would have
-    replaced measured ones."""
+    replaced measured ones; replaced: shapes for which the package had another backward or forward,
+    so that their bits may be others now."""
 
     package: Path
     refused: tuple[Problem, ...]
+    replaced: tuple[str, ...]

@@ -184,6 +184,38 @@ def test_a_run_that_finds_the_same_without_its_studies_changes_no_file(
         assert snapshot(out / PACKAGE_NAME) == before
 
 
+def test_bits_that_may_change_are_said_and_winners_are_kept_if_wanted(
+    tmp_path: Path, rerun: Callable[..., tuple[int, str, str]]
+) -> None:
+    """The second space does not allow the first one's winner."""
+    problem, out = Problem.parse("512x256:bf16"), tmp_path / "gb200"
+    keep = LegalConfigs(load_space(), problem, GB200).first(1)[0]
+
+    def tune(hint: str, *more: str, shapes: str = str(problem)) -> tuple[dict[str, Any], str]:
+        shrink(tmp_path, keep, store_hint=[hint])
+        space = str((tmp_path / "tiny.yaml").rename(tmp_path / f"{hint}.yaml"))
+        run = ["--gpu", "gb200", "--shapes", shapes, "--trials", "2", "--fallbacks", "none"]
+        code, stdout, stderr = rerun(*run, "--space", space, "--out", str(out), "--json", *more)
+        assert code == 0, stderr
+        return json.loads(stdout), stderr
+
+    document, said = tune("default")
+    assert document["replaced"] == [] and "Bits of" not in said
+    before = snapshot(out)
+    document, said = tune("streaming", "--keep-winners")
+    assert document["shapes"] == [] and "1 of 1 shapes keep the winners of the package" in said
+    assert snapshot(out) == before
+    document, said = tune("streaming", "--keep-winners", shapes=f"{problem},512x512:bf16")
+    assert [row["shape"] for row in document["shapes"]] == ["512x512:bf16"]
+    assert document["replaced"] == [] and "1 of 2 shapes keep the winners" in said
+    tuned = {one.shape: one for one in Table.load(out / PACKAGE_NAME).tuned}
+    assert tuned["512x256:bf16"].kernel.config["store_hint"] == "default"
+    assert tuned["512x512:bf16"].kernel.config["store_hint"] == "streaming"
+    document, said = tune("streaming")
+    assert document["replaced"] == ["512x256:bf16"]
+    assert "Bits of 1 shapes may change" in said and said.count("512x256:bf16\n") == 1
+
+
 def test_shape_without_an_answer_is_said_in_every_output(
     tmp_path: Path, rerun: Callable[..., tuple[int, str, str]]
 ) -> None:

@@ -161,6 +161,17 @@ def test_predicted_winner_never_replaces_a_measured_one(
     assert result.refused == ((new.problem,) if stays else ())
 
 
+def test_shapes_with_another_kernel_or_launch_are_named(package: Path) -> None:
+    shapes = ("4096x1024:bf16", "8192x1024:bf16", "4096x512:bf16")
+    assert put(package, *map(entry, shapes)).replaced == ()
+    assert put(package, *map(entry, shapes)).replaced == ()
+    launch = entry(shapes[0], ctas_per_sm=2)
+    assert launch.variant.id == entry(shapes[0]).variant.id
+    other = entry(shapes[2], rows_per_cta=8)
+    assert put(package, launch, entry(shapes[1]), other).replaced == (shapes[2], shapes[0])
+    assert put(package, entry(shapes[2], "predicted")).replaced == (), "the measured one stays"
+
+
 def test_two_runs_that_extend_one_package_lose_nothing(package: Path) -> None:
     shapes = [f"{M}x1024:bf16" for M in (1024, 2048, 4096, 8192, 16384, 32768)]
     threads = [
