@@ -6,7 +6,6 @@ import json
 import lzma
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from generator.studies.records import StudyFacts, study_name, without_space
 from generator.studies.storage import JOURNAL_NAME, open_storage
 from generator.studies.study_log import StudyLog
 from generator.target import find_target
+from tests.support.growth import ADDED, old_study, space_of_before
 from tests.support.samples import space_of
 from tests.support.searches import NAME, records, search, won
 from tests.support.synthetic import (
@@ -39,17 +39,10 @@ from tests.support.synthetic import (
     shrink,
 )
 
-ADDED = {("strategy", "separate"), ("arrival", "early"), ("stages", 4)}
-"""What the space of today has and `before` has not; `arrival` is a knob that it has not at all."""
-
 
 @pytest.fixture(scope="module")
 def before() -> Space:
-    kept = [knob for knob in SPACE.knobs if knob.name != "arrival"]
-    for place, knob in enumerate(kept):
-        values = tuple(value for value in knob.values if (knob.name, value) not in ADDED)
-        kept[place] = replace(knob, values=values)
-    return replace(SPACE, knobs=tuple(kept))
+    return space_of_before()
 
 
 def complete(config: Config) -> Config:
@@ -149,16 +142,6 @@ def test_a_winner_of_a_narrow_space_does_not_answer_for_the_whole(
 
 
 # ---- Studies of before, one for each space -------------------------------------------------------
-
-
-def old_study(to: BaseStorage, name: str, space: Space, trials: int, seed: int) -> list[Any]:
-    """A study with a digest in its name, and its records."""
-    alone = InMemoryStorage()
-    search(alone, trials=trials, space=space, seed=seed)
-    optuna.copy_study(
-        from_study_name=NAME, from_storage=alone, to_storage=to, to_study_name=f"{NAME}:{name}"
-    )
-    return records(alone)
 
 
 def test_studies_of_every_space_are_continued_in_one(

@@ -53,9 +53,11 @@ from tests.support.fake_devices import (
     open_frail,
     search_plan,
 )
+from tests.support.growth import old_study, space_of_before
 from tests.support.patience import patience
 from tests.support.runs import command
-from tests.support.synthetic import LEGAL, FakeEvaluator, FakePool, make_winner
+from tests.support.searches import NAME, search
+from tests.support.synthetic import LEGAL, SPACE, FakeEvaluator, FakePool, make_winner
 
 LEASE_SECONDS = 2.0
 
@@ -543,3 +545,18 @@ def test_two_command_lines_share_a_run_and_write_the_same_module(url: str, tmp_p
     tuned = [json.loads(path.read_text())["tuned"] for path in tables]
     assert tuned[0] == tuned[1]
     assert len(stored_winners(open_storage(url))) == 2
+
+
+def test_studies_of_before_are_continued_in_the_database(url: str) -> None:
+    """Of two spaces, of which today's has other values of knobs."""
+    storage = open_storage(url)
+    known = old_study(storage, "aaaa", space_of_before(), 20, seed=1)
+    known += old_study(storage, "bbbb", SPACE, 15, seed=2)
+    evaluator = FakeEvaluator()
+    winner = search(storage, evaluator, trials=len(known) + 5)
+    assert winner is not None and winner.study == f"{NAME}:bbbb" and winner.trials == 40
+    log = StudyLog(open_storage(url), NAME)
+    assert [trial.number for trial in log.trials()] == list(range(40))
+    configs = [LEGAL.complete(record.config) for record in known]
+    assert len(evaluator.evaluated) <= 5
+    assert not any(config in configs for config in evaluator.evaluated)
