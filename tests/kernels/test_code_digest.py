@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from optuna.storages import InMemoryStorage
 
+from generator import own_files
 from generator.kernels import code_digest as module
 from generator.kernels import render
 from generator.kernels.code_digest import code_digest
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.render import TEMPLATES, without_comments
 from generator.kernels.variant import Variant, make_variant
-from generator.operations import own
 from generator.paths import GENERATED
 from generator.problem import Problem
 from generator.search.search import Budget, search_problem
@@ -70,7 +70,7 @@ def templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     """A copy of the templates, from which everything is rendered."""
     folder = tmp_path / "templates"
     shutil.copytree(TEMPLATES, folder)
-    for reader in (render, own):
+    for reader in (render, own_files):
         monkeypatch.setattr(reader, "TEMPLATES", folder)
     yield folder
     monkeypatch.undo()
