@@ -139,7 +139,7 @@ class Winner:
         return self.result.ratio / self.fastest_nondeterministic.ratio
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"problem": str(self.problem)}
+        return asdict(self) | {"problem": str(self.problem), "result": self.result.to_json()}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Winner:
