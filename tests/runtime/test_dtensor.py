@@ -309,4 +309,4 @@ def test_dw_of_all_ranks_is_added_to_a_main_grad_that_is_split_like_its_weight(
     command = [sys.executable, "-W", "ignore", "-c", script]
     ranks = [subprocess.Popen([*command, rank], stdout=subprocess.PIPE, text=True) for rank in "01"]
     said = [rank.communicate(timeout=patience(200))[0] for rank in ranks]
-    assert said == ["done\n", "done\n"]
+    assert [text.splitlines()[-1:] for text in said] == [["done"], ["done"]]  # Gloo may speak first
