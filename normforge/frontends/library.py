@@ -7,6 +7,7 @@ serves a call. So a saved graph, and what a compiler keeps on disk, is good for 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from threading import RLock
 from typing import Any, Generic, Protocol, TypeVar
@@ -46,8 +47,25 @@ def define(name: str, schema: str, run: Implementation, fake: Implementation) ->
     _library.define(overload + schema)
     for device in ("CPU", "CUDA"):
         _library.impl(overload, run, device)
-    torch.library.register_fake(f"{namespace}::{overload}", fake, lib=_library)
-    return getattr(getattr(getattr(torch.ops, namespace), name), VERSION)
+    operator = getattr(getattr(getattr(torch.ops, namespace), name), VERSION)
+
+    def trace(*args: Any) -> tuple[torch.Tensor, ...]:
+        _tell_inductor(operator)
+        return fake(*args)
+
+    torch.library.register_fake(f"{namespace}::{overload}", trace, lib=_library)
+    return operator
+
+
+def _tell_inductor(operator: Any) -> None:
+    """Let Inductor, where it is at work, call an operator as it calls any that it does not know.
+    Without a word it does so too, but not if the operator is registered with a formula and the
+    environment has CI: it takes that for a mistake of PyTorch's own."""
+    lowering = sys.modules.get("torch._inductor.lowering")
+    if lowering is not None and operator not in lowering.lowerings:
+        layout = torch._library.utils.get_layout_constraint_tag(operator, with_default=True)
+        constraint = lowering.tag_to_layout_constraint(layout)
+        lowering.make_fallback(operator, layout_constraint=constraint, warn=False)
 
 
 def differentiate(operator: Any, kernel: Implementation) -> None:

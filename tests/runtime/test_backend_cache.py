@@ -98,7 +98,8 @@ def of_version(site: Path, version: str, *changes: tuple[str, str, str]) -> Path
 def compile_with(
     cache: Path, site: Path, *ways: str, gpu: str = "h200"
 ) -> list[dict[str, list[int]]]:
-    """Hits, misses and bypasses of each way's compilation, all in one fresh process."""
+    """Hits, misses and bypasses of each way's compilation, all in one fresh process, in an
+    environment where Inductor is strict."""
     script = CHILD.format(root=str(REPOSITORY), library=str(site))
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", script, *ways],

@@ -94,8 +94,11 @@ def test_compiled_backward_writes_its_buffer(package: LayerNormPackage) -> None:
     assert same(*buffers) and not torch.equal(buffers[0], torch.ones(2, 16))
 
 
-def test_inductor_runs_the_operator(package: LayerNormPackage) -> None:
-    """This one and the next compile code."""
+def test_inductor_runs_the_operator(
+    package: LayerNormPackage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This one and the next compile code. Inductor is stricter where the environment has CI."""
+    monkeypatch.setenv("CI", "true")
     norm, x = filled(package.LayerNorm(16)), leaf(4, 16)
     compiled = torch.compile(norm, fullgraph=True)
     leaves = (x, norm.weight, norm.bias)

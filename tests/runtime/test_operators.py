@@ -121,8 +121,9 @@ def plain_call() -> tuple[torch.Tensor, ...]:
     return randn(4, 16), randn(4, 16, seed=1), torch.rand(4, 1), randn(16, seed=2)
 
 
-def test_inductor_runs_the_operator(package: Package) -> None:
-    """The one test here that compiles code."""
+def test_inductor_runs_the_operator(package: Package, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one test here that compiles code. Inductor is stricter where the environment has CI."""
+    monkeypatch.setenv("CI", "true")
     norm = package.RMSNorm(16)
     x = leaf(4, 16)
     compiled = torch.compile(norm, fullgraph=True)
