@@ -72,6 +72,10 @@ _GPU = re.compile(r"[\w-]{1,200}")
 _TITLE = re.compile(r"[\w .,+()/-]{1,200}")
 
 
+UNVERIFIED = "// Unverified: a model chose this kernel, and it has not run on this GPU.\n"
+"""The first line of the source of a kernel that no measured shape has."""
+
+
 class KernelFiles:
     """The kernels of a new package: cubins of all, and sources of the tuned ones. Of the forward
     kernels, which differ in a few constants, one source of each form. package: the one that it
@@ -157,8 +161,12 @@ def write_package(
     """Write a package to an empty folder. Raises OSError, and ValueError for a title or an
     operation that cannot be written into it."""
     (folder / "kernels").mkdir()
+    tuned = [*table.tuned, *(forward.tuned if forward is not None else ())]
+    measured = {entry.kernel.file for entry in tuned if entry.evidence == "measured"}
     for file, source in kernels.sources.items():
-        (folder / "kernels" / f"{file}.cu").write_text(source, encoding="utf-8")
+        text = source.removeprefix(UNVERIFIED)
+        text = text if file in measured else UNVERIFIED + text
+        (folder / "kernels" / f"{file}.cu").write_text(text, encoding="utf-8")
     write_cubins(folder, kernels.cubins)
     write_stub(folder, table)
     if table_operation := FILES.get(operation_of_table(table)[0]):

@@ -12,7 +12,7 @@ import pytest
 from generator.kernels.machine_code import illegal_copies
 from generator.package.entries import problem_of
 from generator.package.fallback_kernels import DTYPES
-from generator.package.files import unverified, write_stub
+from generator.package.files import UNVERIFIED, unverified, write_stub
 from generator.package.hub.export import export_package
 from generator.package.sources import config_of, header_revision, variant_of
 from generator.package.standalone import export_standalone
@@ -221,6 +221,8 @@ def test_whatever_leaves_with_predicted_kernels_says_unverified(gpu: str, tmp_pa
     assert {tuned.evidence for tuned in table.tuned} == {"predicted" if doubt else "measured"}
     export_standalone(package, tmp_path / "alone")
     export_package(package, tmp_path / "hub")
+    sources = [path.read_text() for path in (package / "kernels").glob("*.cu")]
+    assert {text.startswith(UNVERIFIED) for text in sources} == {doubt}
     told = (
         package / "__init__.py",
         tmp_path / "alone" / "__init__.py",

@@ -1,3 +1,4 @@
+// Unverified: a model chose this kernel, and it has not run on this GPU.
 // column_slices_async3_n2048_bf16_offset_residualbf16_128x4_6bb5acf7
 //
 // RMSNorm backward: dx = rstd * (w * dy - xhat * mean(xhat * w * dy)) + dresidual,

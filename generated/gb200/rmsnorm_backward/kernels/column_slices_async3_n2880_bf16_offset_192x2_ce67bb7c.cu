@@ -1,3 +1,4 @@
+// Unverified: a model chose this kernel, and it has not run on this GPU.
 // column_slices_async3_n2880_bf16_offset_192x2_ce67bb7c
 //
 // RMSNorm backward: dx = rstd * (w * dy - xhat * mean(xhat * w * dy)),

@@ -1,3 +1,4 @@
+// Unverified: a model chose this kernel, and it has not run on this GPU.
 // column_slices_async3_n3584_bf16_offset_residualbf16_256x2_9683f960
 //
 // RMSNorm backward: dx = rstd * (w * dy - xhat * mean(xhat * w * dy)) + dresidual,

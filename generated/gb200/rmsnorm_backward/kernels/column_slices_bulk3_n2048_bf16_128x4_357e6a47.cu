@@ -1,3 +1,4 @@
+// Unverified: a model chose this kernel, and it has not run on this GPU.
 // column_slices_bulk3_n2048_bf16_128x4_357e6a47
 //
 // RMSNorm backward: dx = rstd * (w * dy - xhat * mean(xhat * w * dy)),

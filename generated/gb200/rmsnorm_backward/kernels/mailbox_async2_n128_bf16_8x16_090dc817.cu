@@ -1,3 +1,4 @@
+// Unverified: a model chose this kernel, and it has not run on this GPU.
 // mailbox_async2_n128_bf16_8x16_090dc817
 //
 // RMSNorm backward: dx = rstd * (w * dy - xhat * mean(xhat * w * dy)),

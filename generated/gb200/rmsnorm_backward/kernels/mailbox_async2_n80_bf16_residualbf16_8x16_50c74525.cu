@@ -1,3 +1,4 @@
+// Unverified: a model chose this kernel, and it has not run on this GPU.
 // mailbox_async2_n80_bf16_residualbf16_8x16_50c74525
 //
 // RMSNorm backward: dx = rstd * (w * dy - xhat * mean(xhat * w * dy)) + dresidual,

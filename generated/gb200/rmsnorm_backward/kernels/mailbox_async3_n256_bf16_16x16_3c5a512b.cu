@@ -1,3 +1,4 @@
+// Unverified: a model chose this kernel, and it has not run on this GPU.
 // mailbox_async3_n256_bf16_16x16_3c5a512b
 //
 // RMSNorm backward: dx = rstd * (w * dy - xhat * mean(xhat * w * dy)),

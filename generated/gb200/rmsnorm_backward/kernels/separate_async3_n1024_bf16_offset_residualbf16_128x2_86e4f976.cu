@@ -1,3 +1,4 @@
+// Unverified: a model chose this kernel, and it has not run on this GPU.
 // separate_async3_n1024_bf16_offset_residualbf16_128x2_86e4f976
 //
 // RMSNorm backward: dx = rstd * (w * dy - xhat * mean(xhat * w * dy)) + dresidual,

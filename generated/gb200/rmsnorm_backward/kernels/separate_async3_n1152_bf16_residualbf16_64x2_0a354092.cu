@@ -1,3 +1,4 @@
+// Unverified: a model chose this kernel, and it has not run on this GPU.
 // separate_async3_n1152_bf16_residualbf16_64x2_0a354092
 //
 // RMSNorm backward: dx = rstd * (w * dy - xhat * mean(xhat * w * dy)) + dresidual,

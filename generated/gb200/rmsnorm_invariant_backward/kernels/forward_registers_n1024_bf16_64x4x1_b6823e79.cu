@@ -1,3 +1,4 @@
+// Unverified: a model chose this kernel, and it has not run on this GPU.
 // forward_registers_n1024_bf16_64x4x1_b6823e79
 //
 // RMSNorm forward: rstd = 1 / sqrt(mean(x^2) + eps), y = x * rstd * (offset + weight), computed in

@@ -1,3 +1,4 @@
+// Unverified: a model chose this kernel, and it has not run on this GPU.
 // rmsnorm_invariant_backward_column_slices_bulk2_n8192_fp32_256x2_bf9d3a9c
 //
 // RMSNorm backward: dx = rstd * (w * dy - xhat * mean(xhat * w * dy)),

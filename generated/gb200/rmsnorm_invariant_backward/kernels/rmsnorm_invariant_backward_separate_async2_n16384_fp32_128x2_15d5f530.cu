@@ -1,3 +1,4 @@
+// Unverified: a model chose this kernel, and it has not run on this GPU.
 // rmsnorm_invariant_backward_separate_async2_n16384_fp32_128x2_15d5f530
 //
 // RMSNorm backward: dx = rstd * (w * dy - xhat * mean(xhat * w * dy)),
