@@ -161,8 +161,9 @@ def write_package(
     """Write a package to an empty folder. Raises OSError, and ValueError for a title or an
     operation that cannot be written into it."""
     (folder / "kernels").mkdir()
-    tuned = [*table.tuned, *(forward.tuned if forward is not None else ())]
-    measured = {entry.kernel.file for entry in tuned if entry.evidence == "measured"}
+    measured = {entry.kernel.file for entry in table.tuned if entry.evidence == "measured"}
+    if forward is not None:
+        measured |= {entry.kernel.file for entry in forward.tuned if entry.evidence == "measured"}
     for file, source in kernels.sources.items():
         text = source.removeprefix(UNVERIFIED)
         text = text if file in measured else UNVERIFIED + text
