@@ -3,12 +3,12 @@
     python -m benchmarks.untuned --module generated/h200/rmsnorm_backward --rows 20 --widths 10 \
         --trials 200 --out benchmarks/results/untuned_h200.json
 
-Draws `--rows` pairs of a tuned N (bf16) and a random M, and `--widths` pairs of a random N and M,
-or takes those of `--shapes`; searches each anew, and then times the module's kernel, the found one,
-ATen and the floor in the same blocks. Nothing is written to the module. The studies lie beside
-`--out`, and the results are written after every shape: a run that was stopped goes on with the same
-command, which times all shapes again. Exit code: 1 when shapes are left, or no kernel was found
-for them.
+Draws `--rows` pairs of a tuned N and a random M, and `--widths` pairs of a random N and M, from one
+row on and in all dtypes that the module has, or takes those of `--shapes`; searches each anew, and
+then times the module's kernel, the found one, ATen and the floor in the same blocks. Nothing is
+written to the module. The studies lie beside `--out`, and the results are written after every
+shape: a run that was stopped goes on with the same command, which times all shapes again. Exit
+code: 1 when shapes are left, or no kernel was found for them.
 """
 
 from __future__ import annotations
@@ -47,22 +47,26 @@ def log_uniform(rng: random.Random, low: int, high: int) -> int:
 
 
 def draw(package: Package, rows: int, widths: int, seed: int) -> list[tuple[str, Problem]]:
-    """("M", problem) with a tuned N, then ("N", problem) with none; log-uniform, M from 1,000 to
-    100,000 and N from 128 to 16,384, at most 2^29 elements."""
+    """("M", problem) with a tuned N, then ("N", problem) with none; dtypes in turns; log-uniform,
+    M from 1 to 100,000 and N from 128 to 16,384, at most 2^29 elements."""
     rng = random.Random(seed)
-    tuned = {(entry.M, entry.N) for entry in package.table.tuned if entry.dtype == "bf16"}
-    known = sorted({N for _, N in tuned if N <= 16384})
+    known: dict[str, set[int]] = {}
+    for entry in package.table.tuned:
+        if entry.N <= 16384:
+            known.setdefault(entry.dtype, set()).add(entry.N)
+    tuned = {(entry.M, entry.N, entry.dtype) for entry in package.table.tuned}
 
     found: list[tuple[str, Problem]] = []
     while len(found) < rows + widths:
         kind = "M" if len(found) < rows else "N"
-        N = rng.choice(known) if kind == "M" else log_uniform(rng, 128, 16384)
+        dtype = sorted(known)[len(found) % len(known)]
+        N = rng.choice(sorted(known[dtype])) if kind == "M" else log_uniform(rng, 128, 16384)
         if kind == "N":
             N = N if rng.random() < 0.3 else max(128, N // 64 * 64)  # most models are round
-        M = log_uniform(rng, 1000, 100_000)
-        new = (M, N) not in tuned if kind == "M" else N not in known
+        M = log_uniform(rng, 1, 100_000)
+        new = (M, N, dtype) not in tuned if kind == "M" else N not in known[dtype]
         if new and M * N <= 1 << 29:
-            found.append((kind, Problem(M, N, "bf16", "bf16")))
+            found.append((kind, Problem(M, N, dtype, dtype)))
     return found
 
 

@@ -34,13 +34,18 @@ def test_drawn_shapes_are_new_and_the_same_for_the_same_seed(package: Package) -
     cases = draw(package, 20, 10, seed=3)
     assert [kind for kind, _ in cases] == ["M"] * 20 + ["N"] * 10
     assert cases == draw(package, 20, 10, seed=3) != draw(package, 20, 10, seed=4)
-    tuned = {(t.M, t.N) for t in package.table.tuned if t.dtype == "bf16"}
-    widths = {N for _, N in tuned}
+    tuned = {(t.M, t.N, t.dtype) for t in package.table.tuned}
+    widths = {(N, dtype) for _, N, dtype in tuned}
     for kind, problem in cases:
-        assert (problem.M, problem.N) not in tuned
-        assert (problem.N in widths) == (kind == "M")
-        assert 1000 <= problem.M <= 100_000 and problem.N <= 16384
+        assert (problem.M, problem.N, problem.dtype) not in tuned
+        assert ((problem.N, problem.dtype) in widths) == (kind == "M")
+        assert 1 <= problem.M <= 100_000 and problem.N <= 16384
         assert problem.M * problem.N <= 1 << 29
+        assert problem.weight_dtype == problem.dtype
+    for kind in "MN":
+        dtypes = {problem.dtype for found, problem in cases if found == kind}
+        assert dtypes == {"bf16", "fp16", "fp32"}
+    assert min(problem.M for _, problem in cases) < 64 < 10_000 < max(p.M for _, p in cases)
 
 
 def test_given_shapes_say_what_of_them_is_unknown(package: Package) -> None:
