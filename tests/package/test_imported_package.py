@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from generator.package.entries import PROVENANCE_KEYS
+from generator.package.files import UNVERIFIED
 from generator.package.sources import source_of
 from generator.paths import REPOSITORY
 from tests.support.packages import (
@@ -51,7 +52,7 @@ def test_explain_tells_which_kernel_and_what_is_known(package: Path, imported: A
     facts = module.explain(4096, 1024, "bf16")
     assert facts["how"] == "tuned"
     assert facts["kernel"] == winner.variant.id
-    assert Path(facts["source"]).read_text() == source_of(winner.variant)
+    assert Path(facts["source"]).read_text() == UNVERIFIED + source_of(winner.variant)
     assert (facts["evidence"], facts["determinism"]) == ("predicted", "gpu_to_gpu")
     assert facts["provenance"] == winner.provenance
     assert facts["launch"]["grid"] == 132
