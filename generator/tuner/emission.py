@@ -134,6 +134,7 @@ def provenance(winner: Winner, storage: BaseStorage) -> dict[str, Any]:
         "floor_us": result.floor_us,
         "floor_bytes": result.extra.get("floor_bytes"),
         "ratio": result.ratio,
+        "condition": result.extra.get("condition"),
         **result.named_errors,
         "verified": result.determinism,
         "checks": list(result.checks),

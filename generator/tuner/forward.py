@@ -277,6 +277,7 @@ class _Chooser:
             "us": result.us,
             "floor_us": result.floor_us,
             "ratio": result.ratio,
+            "condition": result.extra.get("condition"),
             "candidates": len(results),
             "faults": sum(result.outcome != "ok" for result in results),
             "checks": ["accuracy", f"{RUNS} runs", "residual"],

@@ -82,6 +82,7 @@ def test_all_are_checked_and_the_fastest_timed_side_by_side(tmp_path: Path) -> N
         assert results[place].ratio == pytest.approx(RATIOS[place], rel=0.01)
         assert results[place].determinism == "verified"
         assert results[place].extra["floor_bytes"] == 2 * 4096 * 1024 * 2
+        assert results[place].extra["condition"] == "rotation"
     jobs = [e for e in Log(tmp_path / "log").read() if e.get("event") == "begin"]
     assert {job["operation"] for job in jobs} == {"rmsnorm_forward"}
     for shape in (PROBLEM, WITH_RESIDUAL):

@@ -28,6 +28,7 @@ from generator.evaluate.gpu.nvml import DeviceMonitor
 from generator.kernels.geometry import Config
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.variant import Variant, make_variant
+from generator.problem import Problem
 from generator.result import Result
 from generator.search.budget import Budget
 from generator.search.choose_winner import TIE, choose
@@ -214,8 +215,8 @@ def evaluated(measuring: MeasuredEvaluator) -> list[str]:
     return [key(FakeSession._variant(job.candidates[0], job.problem).config) for job in trials]
 
 
-def entry(config: Config) -> tuple[Variant, Compiled]:
-    variant = make_variant(config, PROBLEM)
+def entry(config: Config, problem: Problem = PROBLEM) -> tuple[Variant, Compiled]:
+    variant = make_variant(config, problem)
     return variant, FakeCompiler(Log())(variant, "sm_90a", Path())
 
 
@@ -269,6 +270,29 @@ def test_short_kernels_are_ranked_by_more_blocks(floor_us: float, blocks: int) -
     assert len(measuring.shortlist(PROBLEM, entries)) == 3
     supervisor: Any = measuring._supervisor
     assert [job.kind for job in supervisor.jobs] == ["probe"] + ["interleave"] * blocks
+
+
+def test_the_winner_is_chosen_while_inputs_rotate() -> None:
+    """And trials are timed after a flush: the floor of one condition says nothing of the other."""
+    measuring = evaluator(World())
+    made = [entry(config) for config in SOUND[:3]]
+    for one in made:
+        measuring.evaluate(PROBLEM, *one, None)
+    measuring._floors[PROBLEM] = 20.0  # half of what it takes when inputs rotate
+    assert len(measuring.shortlist(PROBLEM, made)) == 3
+    assert measuring.finals(PROBLEM, made)[0].extra["condition"] == "rotation"
+    supervisor: Any = measuring._supervisor
+    conditions = {(job.kind, job.condition) for job in supervisor.jobs}
+    assert {kind for kind, condition in conditions if condition} == {"interleave"}
+    assert ("interleave", "rotation") in conditions and ("interleave", "") not in conditions
+    measuring._floors_of_finals[PROBLEM] = 20.0
+    assert measuring.shortlist(PROBLEM, made) == [], "it drifted"
+
+
+def test_few_rows_are_flushed_in_the_finals_too() -> None:
+    few = Problem.parse("8x1024:bf16")
+    (result,) = evaluator(World()).finals(few, [entry(SOUND[0], few)])
+    assert result.extra["condition"] == "flush"
 
 
 def test_a_neighbour_costs_short_kernels_blocks_but_no_winner() -> None:

@@ -266,13 +266,16 @@ def test_measured_choice_is_the_rules_first_within_one_percent_of_the_best(
     problem = Problem.parse("4096x1024:bf16")
     variants = forward_variants(problem, H200)[:4]
     answer = [
-        Result("wrong", note="planted") if ratio is None else Result("ok", ratio, 1.0, ratio)
+        Result("wrong", note="planted")
+        if ratio is None
+        else Result("ok", ratio, 1.0, ratio, extra={"condition": "rotation"})
         for ratio in times
     ]
     monkeypatch.setattr(forward_tune, "measure_forwards", lambda *_: answer)
     (entry,) = tune_forwards([problem], H200, (0,), fallbacks=(), choices=lambda *_: variants).tuned
     assert (entry.evidence, entry.variant) == ("measured", variants[chosen])
     assert entry.provenance["ratio"] == times[chosen]
+    assert entry.provenance["condition"] == "rotation"
     assert entry.provenance["faults"] == times.count(None)
 
 

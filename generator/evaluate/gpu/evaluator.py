@@ -19,6 +19,7 @@ from generator.evaluate.gpu.noise import (
 )
 from generator.evaluate.gpu.nvml import DeviceMonitor
 from generator.evaluate.gpu.protocol import Candidate, Job, WorkerLostError
+from generator.evaluate.gpu.rotation import FLUSH, ROTATION, sets_for
 from generator.evaluate.gpu.supervisor import KEPT, Supervisor
 from generator.kernels.code_digest import AnyVariant
 from generator.kernels.nvrtc import Compiled
@@ -30,6 +31,9 @@ from generator.target import Target
 
 INTERLEAVINGS = 3
 """Attempts to time the finalists together, when that breaks the worker and none does it alone."""
+FINAL_CONDITION = ROTATION
+"""That of training is the one that counts, where inputs are large enough to displace each other.
+Trials are timed after a flush, as all trials so far: they only choose who is timed again."""
 FINAL_PAUSES = (0.0, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
 """Seconds after each noisy block of the finals: one minute for a neighbour to finish."""
 
@@ -49,6 +53,7 @@ class MeasuredEvaluator:
         self.target, self._supervisor, self._operation = target, supervisor, operation
         self._sleep, self.facts = supervisor.sleep, supervisor.facts
         self._floors: dict[Problem, float] = {}
+        self._floors_of_finals: dict[Problem, float] = {}
         self.discarded = self.noisy = 0
         self.noise: set[str] = set()
         self.monitor = DeviceMonitor(self.facts.get("bus_id"))
@@ -112,20 +117,22 @@ class MeasuredEvaluator:
         default as many as in the finals."""
         if problem not in self._floors:
             self._probe(problem)
-        job = self._job("interleave", problem, self._candidates(entries), rounds=rounds)
+        job = self._final_job(problem, self._candidates(entries), rounds=rounds)
         try:
-            best = self._floors.get(problem)
             timing = collect(
                 lambda: self._measure_block(job),
-                blocks or blocks_for(best),
-                best,
+                blocks or blocks_for(self._floors.get(problem)),
+                self._floors_of_finals.get(problem),
                 SEARCH_PAUSES,
                 self._sleep,
             )
         except WorkerLostError:
             return []
         self.discarded += timing.discarded
-        return [] if timing.fault else list(timing.ratios)
+        if timing.fault:
+            return []
+        _lower(self._floors_of_finals, problem, timing.floor_us)
+        return list(timing.ratios)
 
     def finals(self, problem: Problem, entries: Sequence[Made]) -> list[Result]:
         """The determinism checks for each, then all that passed timed in the same blocks. What sums
@@ -177,6 +184,16 @@ class MeasuredEvaluator:
         name = self._operation_of(problem).name
         return Job(kind, problem, candidates, operation=name, **more)
 
+    def _final_job(
+        self, problem: Problem, candidates: tuple[Candidate, ...], rounds: int | None = None
+    ) -> Job:
+        condition = self._final_condition(problem)
+        return self._job("interleave", problem, candidates, rounds=rounds, condition=condition)
+
+    def _final_condition(self, problem: Problem) -> str:
+        traffic = self._operation_of(problem).traffic_bytes(problem)
+        return FINAL_CONDITION if sets_for(traffic, self.target.l2_bytes) > 1 else FLUSH
+
     def _operation_of(self, problem: Problem) -> Operation:
         return self._operation or operation_of(problem)
 
@@ -188,7 +205,7 @@ class MeasuredEvaluator:
     # Noise
 
     def _update_floor(self, problem: Problem, floor_us: float) -> None:
-        self._floors[problem] = min(floor_us, self._floors.get(problem, floor_us))
+        _lower(self._floors, problem, floor_us)
 
     def _find_causes(self) -> tuple[str, ...]:
         """What NVML sees right now that may disturb."""
@@ -230,15 +247,16 @@ class MeasuredEvaluator:
                 continue
             for place, i in enumerate(open_):
                 fields = timing.fields(self._operation_of(problem).traffic_bytes(problem), place)
-                fields["extra"] = results[i].extra | fields["extra"]
+                timed_under = {"condition": self._final_condition(problem)}
+                fields["extra"] = results[i].extra | fields["extra"] | timed_under
                 results[i] = replace(results[i], **fields)
             return results
         raise ProblemError(f"{problem}: timing the finalists failed: {reason}; {KEPT}")
 
     def _time_together(self, problem: Problem, candidates: Sequence[Candidate]) -> Timing:
-        job = self._job("interleave", problem, tuple(candidates))
-        best = self._floors.get(problem)
-        count = blocks_for(best)
+        job = self._final_job(problem, tuple(candidates))
+        best = self._floors_of_finals.get(problem)
+        count = blocks_for(self._floors.get(problem))
         timing = collect(lambda: self._measure_block(job), count, best, FINAL_PAUSES, self._sleep)
         self.discarded += timing.discarded
         if timing.fault:
@@ -248,7 +266,7 @@ class MeasuredEvaluator:
                 f"{KEPT} with the finals"
             )
         self._find_causes()
-        self._update_floor(problem, timing.floor_us)
+        _lower(self._floors_of_finals, problem, timing.floor_us)
         return timing
 
     def _measure_block(self, job: Job) -> Block:
@@ -259,7 +277,7 @@ class MeasuredEvaluator:
     def _fault_alone(self, problem: Problem, candidate: Candidate) -> Result | None:
         """The outcome of a candidate that breaks the worker by itself, else None."""
         try:
-            self._supervisor.call(self._job("interleave", problem, (candidate,)))
+            self._supervisor.call(self._final_job(problem, (candidate,)))
         except WorkerLostError as lost:
             return Result(lost.outcome, note=lost.note)
         return None
@@ -272,3 +290,8 @@ class MeasuredEvaluator:
             return Result(lost.outcome, note=lost.note)
         assert answer.result is not None
         return answer.result
+
+
+def _lower(floors: dict[Problem, float], problem: Problem, floor_us: float) -> None:
+    """Keep the fastest floor of a problem."""
+    floors[problem] = min(floor_us, floors.get(problem, floor_us))

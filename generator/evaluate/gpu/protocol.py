@@ -41,7 +41,7 @@ class Job:
     "interleave" (any number, answered with one Block) or "probe" (the floor alone: shows that the
     GPU works). best_us: of the best candidate so far; floor_us: the fastest floor of this problem
     in this run; None without one. operation: its name; rounds: of the Block, None for those of the
-    finals.
+    finals. condition: one of rotation.CONDITIONS, "" for the worker's own.
     """
 
     kind: str
@@ -51,6 +51,7 @@ class Job:
     floor_us: float | None = None
     operation: str = RMSNORM_BACKWARD
     rounds: int | None = None
+    condition: str = ""
 
     def probe(self) -> Job:
         """The job that sets up the same problem and times its floor."""

@@ -102,12 +102,13 @@ class Session:
     """One process's hold of one GPU. Keeps the workload of the problem it last saw."""
 
     def __init__(self, device: int, condition: str = FLUSH) -> None:
-        """condition: of all times, one of rotation.CONDITIONS."""
+        """condition: of all times, one of rotation.CONDITIONS, unless a job names another."""
         if not torch.cuda.is_available():
             raise NoGpuError("PyTorch sees no CUDA device")
         torch.cuda.set_device(device)
         self.device = torch.device("cuda", device)
         self.timer = Timer(self.device, condition=condition)
+        self._timers = {condition: self.timer}
         self.disturbance = Disturbance(self.device)
         self.facts = {**device_facts(device), **self.timer.facts()}
         self._workload: Workload | None = None
@@ -210,8 +211,16 @@ class Session:
 
     def _interleave(self, workload: Workload, job: Job) -> Answer:
         benches = [workload.bench(candidate) for candidate in job.candidates]
-        operations = self._operations(workload, *benches)
-        return Answer(block=self.timer.block(operations, job.rounds or FINAL_ROUNDS))
+        timer = self._timer(job.condition)
+        operations = workload.operations(benches, timer.sets(workload.floor_bytes))
+        return Answer(block=timer.block(operations, job.rounds or FINAL_ROUNDS))
+
+    def _timer(self, condition: str) -> Timer:
+        if not condition:
+            return self.timer
+        if condition not in self._timers:
+            self._timers[condition] = Timer(self.device, condition=condition)
+        return self._timers[condition]
 
     def _probe(self, workload: Workload, job: Job) -> Answer:
         return Answer(block=self.timer.block(self._operations(workload), SEARCH_ROUNDS))
