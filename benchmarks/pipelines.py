@@ -1,4 +1,4 @@
-"""What kernels with a producer gain: many configs of search_spaces/producer.yaml beside the kernel
+"""What kernels with a producer gain: many configs of the search space beside the kernel
 that the package has for the shape.
 
     python -m benchmarks.pipelines --out pipelines.json [--shapes SHAPES] [--configs 170]
@@ -43,7 +43,7 @@ from generator.evaluate.verify.determinism import check_repeats
 from generator.kernels.cubin_cache import compile_variant
 from generator.kernels.geometry import Config
 from generator.kernels.variant import make_variant
-from generator.paths import SEARCH_SPACES, results_of
+from generator.paths import results_of
 from generator.problem import Problem, load_problems
 from generator.space.legal_configs import LegalConfigs
 from generator.space.load import load_space
@@ -81,7 +81,7 @@ def window_mb(config: Mapping[str, Any], problem: Problem, sms: int) -> float:
 
 def candidates(problem: Problem, target: Target) -> Iterator[Config]:
     """All legal configs by the window rule."""
-    legal = LegalConfigs(load_space(SEARCH_SPACES / "producer.yaml"), problem, target)
+    legal = LegalConfigs(load_space(), problem, target)
     choices = {
         "cluster": (1, 2, 4, 8),
         "threads_per_row": (32, 64, 96, 128, 192, 256, 384, 512),

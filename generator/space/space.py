@@ -6,7 +6,7 @@ import hashlib
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -102,6 +102,12 @@ class Space:
     knobs: tuple[Knob, ...]
     rules: tuple[Rule, ...]
     fixed: tuple[Fixed, ...] = ()
+
+    def without(self, name: str, value: int | str) -> Space:
+        """The space without one value of a knob, which stays if the knob has no other."""
+        left = {k: tuple(v for v in k.values if v != value) for k in self.knobs if k.name == name}
+        knobs = (replace(k, values=left.get(k) or k.values) for k in self.knobs)
+        return replace(self, knobs=tuple(knobs))
 
     def fixed_for(self, problem: Problem) -> dict[str, int | str]:
         """The knobs that have one value for all problems of this one's N and dtype. Raises

@@ -69,8 +69,10 @@ class Plan:
 
     @property
     def space(self) -> Space:
-        """Read from its file in every process: a space holds compiled rules."""
-        return load_space_once(self.space_file)
+        """Read from its file in every process: a space holds compiled rules. The model of predicted
+        times was fitted to no kernel with a producer, so that a prediction would be a guess."""
+        space = load_space_once(self.space_file)
+        return space if self.devices else space.without("pipeline", "producer")
 
     @property
     def where(self) -> str | Path:

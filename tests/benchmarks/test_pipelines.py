@@ -7,7 +7,6 @@ from collections import Counter
 import pytest
 
 from benchmarks import pipelines
-from generator.paths import SEARCH_SPACES
 from generator.problem import Problem
 from generator.space.legal_configs import LegalConfigs
 from generator.space.load import load_space
@@ -30,7 +29,7 @@ def test_window_is_the_rows_under_way() -> None:
 
 
 def test_configs_are_legal_have_a_producer_and_are_spread_over_families() -> None:
-    space = load_space(SEARCH_SPACES / "producer.yaml")
+    space = load_space()
     legal = LegalConfigs(space, PROBLEM, H200)
     found = pipelines.drawn(PROBLEM, H200, 170, seed=7)
     assert len(found) == 170

@@ -13,7 +13,6 @@ from generator.emulate.check import check_source, check_variant, small_launch
 from generator.errors import NormforgeError
 from generator.kernels.render import render
 from generator.kernels.variant import Variant, make_variant
-from generator.paths import SEARCH_SPACES
 from generator.problem import Problem
 from generator.space.legal_configs import LegalConfigs
 from generator.space.load import load_space
@@ -22,7 +21,7 @@ from tests.support.samples import plain_variant
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
 
-SPACE = load_space(SEARCH_SPACES / "producer.yaml")
+SPACE = load_space()
 SHAPES = (
     *("64x512:bf16", "100x1024:fp16", "64x4096:fp32", "100x1024:bf16+residual"),
     *(

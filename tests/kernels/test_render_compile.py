@@ -62,6 +62,8 @@ def fragments(v: Variant) -> set[str]:
     chosen |= {"teams", "rows", "schedule", "dw_output", "dw_context", f"weight_{v['weight_in']}"}
     chosen |= {"row_of", "load_rstds"}
     chosen |= {f"rows_{v['pipeline']}", "row_sum_cta" if v["cluster"] == 1 else "row_sum_cluster"}
+    if v["pipeline"] == "producer":
+        chosen = chosen - {"row_sum", "row_sum_cluster"} | {"primitives_producer"}
     if strategy in ("separate", "last_cta", "column_slices", "mailbox"):
         chosen.add("sum_slice")
     if strategy == "separate":

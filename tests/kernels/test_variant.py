@@ -340,10 +340,11 @@ def test_grid_fits_the_sms_that_it_counts_on(
 
 @settings(max_examples=50)
 @given(cases(), st.sampled_from([12, 20, 28]))
-def test_only_clusters_of_more_than_two_spare_sms(case: Case, spare: int) -> None:
+def test_only_producers_and_clusters_of_more_than_two_spare_sms(case: Case, spare: int) -> None:
     problem, target, v = case
     config = SPACE.normalize({**v.config, "spare_sms": spare}, problem, target)
-    assert config["spare_sms"] == (spare if v["cluster"] > 2 else 0)
+    may_spare = v["cluster"] > 2 or v["pipeline"] == "producer"
+    assert config["spare_sms"] == (spare if may_spare else 0)
     other = make_variant(config, problem)
     assert other.spec(target.sms).sms == target.sms - config["spare_sms"]
     assert (other.id, render(other)) == (v.id, render(v)), "it acts through the launch alone"
@@ -354,7 +355,9 @@ def test_only_clusters_of_more_than_two_spare_sms(case: Case, spare: int) -> Non
 
 
 def test_groups_of_two_levels_are_about_the_root_of_the_participants() -> None:
-    v = sample_variant("65536x1024:bf16", find_target("h200"), strategy="semaphore", levels=2)
+    v = sample_variant(
+        "65536x1024:bf16", find_target("h200"), strategy="semaphore", levels=2, spare_sms=0
+    )
     spec = replace(v.spec(132), ctas_per_sm=1, even_grid=False)
     launch = plan_launch(spec, 1 << 20)
     assert launch.participants == 132
@@ -408,7 +411,10 @@ def test_variants_with_one_identity_are_one_source_and_others_are_not(
     knob = data.draw(st.sampled_from(SPACE.knobs))
     value = data.draw(st.sampled_from(knob.choices))
     config = SPACE.normalize({**v.config, knob.name: value}, problem, target)
-    other = make_variant(config, problem)
+    try:
+        other = make_variant(config, problem)
+    except NormforgeError:  # such as a producer and 16 teams
+        assume(False)
     same_source = compiled_from(v) == compiled_from(other)
     assert (v.source_config == other.source_config) == (v.id == other.id)
     if v.source_config == other.source_config:

@@ -20,6 +20,7 @@ import pytest
 from optuna.storages import BaseStorage
 
 from generator.errors import NormforgeError
+from generator.kernels.knobs import KNOBS
 from generator.paths import GENERATED, REPOSITORY
 from generator.problem import Problem
 from generator.result import Result
@@ -76,7 +77,10 @@ def test_committed_studies_answer_when_the_space_fixes_another_width(
         storage,
         Budget(trials=len(codes)),
     )
-    assert winner is not None and winner == before
+    assert winner is not None and before is not None
+    assert replace(winner, config=before.config) == before
+    later = winner.config.keys() - before.config.keys()
+    assert winner.config == {**before.config, **{knob: KNOBS[knob].neutral for knob in later}}
     assert evaluator.evaluated == evaluator.finalists == []
 
 

@@ -25,6 +25,7 @@ from generator.space.expressions import Names
 from generator.space.load import SPACE_FILE, load_space, space_file
 from generator.space.space import Rule, Space
 from generator.target import Target, find_target, load_targets
+from generator.tuner.plan import Plan
 from tests.support.samples import REDUCTION, SPACE, problems, targets
 
 CONTENT = yaml.safe_load(SPACE_FILE.read_text())
@@ -74,8 +75,26 @@ def refusal(path: Path) -> str:
 # ---- The real file -------------------------------------------------------------------------------
 
 
+def test_space_without_a_value_is_the_same_but_for_it(space: Space) -> None:
+    without = space.without("pipeline", "producer")
+    for before, after in zip(space.knobs, without.knobs, strict=True):
+        left = tuple(value for value in before.values if value != "producer")
+        assert after == replace(before, values=left)
+    only = without.without("pipeline", "bulk").without("pipeline", "async")
+    assert only.without("pipeline", "direct") == only, "the last one stays"
+
+
+def test_predicted_searches_have_no_producer() -> None:
+    """The model of predicted times was fitted to none."""
+    problems, target = (Problem.parse("4096x1024:bf16"),), find_target("h200")
+    for devices, wanted in (((), False), ((0,), True)):
+        plan = Plan(target, problems, space_file("rmsnorm_backward"), Path(), 1, devices=devices)
+        (pipeline,) = (knob for knob in plan.space.knobs if knob.name == "pipeline")
+        assert ("producer" in pipeline.values) == wanted
+
+
 def test_file_has_the_knobs_that_the_templates_know(space: Space) -> None:
-    assert {knob.name for knob in space.knobs} == set(NEEDED)
+    assert {knob.name for knob in space.knobs} == {*NEEDED, "column_sums"}
     assert all(len(knob.why.split()) >= 5 for knob in space.knobs)
 
 
@@ -423,7 +442,14 @@ def test_expression_that_cannot_be_computed_is_one_sentence(
         (with_rule("strategy == 'none'", "{strategy} is not none"), "extra: "),
         (with_rule("store_hint == 'none'", "{store_hint} is not none"), "extra: "),
         (with_rule("M > 5000", "{M} rows are too few"), "extra: 4096 rows are too few"),
-        (changed(threads_per_row={"values": [32]}, rows_per_cta={"values": [1]}), "threads: 32"),
+        (
+            changed(
+                pipeline={"values": ["bulk"]},
+                threads_per_row={"values": [32]},
+                rows_per_cta={"values": [1]},
+            ),
+            "threads: 32",
+        ),
     ],
     ids=["first knob", "last knob", "problem alone", "values"],
 )
