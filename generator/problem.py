@@ -8,10 +8,13 @@ from difflib import get_close_matches
 from functools import cache
 from itertools import product
 from pathlib import Path
+from typing import Any
 
+from generator.collected import collected_shapes
 from generator.disk import read_yaml
 from generator.errors import NormforgeError
 from generator.paths import SEARCH_SPACES
+from normforge.collected import KEY
 from normforge.operations import OPERATIONS, Signature, signature_of
 from normforge.table import ITEMSIZE, shape_name
 
@@ -197,7 +200,8 @@ def load_problems(shapes: str, operation: str = RMSNORM_BACKWARD) -> list[Proble
     search_spaces/shapes/, the path of such a file, or one `MxN:dtype[:weight dtype][options]`.
     They are of one operation.
 
-    Order is kept and repeated problems appear once.
+    Order is kept, but for files that a program has recorded, whose problems come in the order of
+    the time that they took. Repeated problems appear once.
     """
     problems: dict[Problem, None] = {}
     for entry in shapes.split(","):
@@ -229,6 +233,17 @@ def load_problems(shapes: str, operation: str = RMSNORM_BACKWARD) -> list[Proble
 
 def _load_file(path: Path, operation: str) -> list[Problem]:
     content = read_yaml(path, "the shape file ")
+    if isinstance(content, dict) and KEY in content:
+        texts = collected_shapes(path, content, operation)
+    else:
+        texts = _listed_shapes(path, content)
+    try:
+        return [Problem.parse(text, operation) for text in texts]
+    except NormforgeError as error:
+        raise NormforgeError(f"{path}: {error}") from error
+
+
+def _listed_shapes(path: Path, content: Any) -> list[str]:
     if isinstance(content, dict) and (other := sorted(map(str, content.keys() - {"shapes"}))):
         raise NormforgeError(f"{path}: unknown key '{other[0]}': expected 'shapes' and no other")
     blocks = content.get("shapes") if isinstance(content, dict) else None
@@ -256,7 +271,4 @@ def _load_file(path: Path, operation: str) -> list[Problem]:
             f"{M}x{N}:{dtype}" + (f":{weight}" if weight else "") + str(option or "")
             for dtype, weight, option, N, M in product(*lists)
         ]
-    try:
-        return [Problem.parse(text, operation) for text in texts]
-    except NormforgeError as error:
-        raise NormforgeError(f"{path}: {error}") from error
+    return texts

@@ -16,6 +16,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 __all__ = [
     "PROVENANCE",
     "RMSNorm",
+    "collect",
     "explain",
     "graph_pass",
     "inductor_backend",
@@ -80,6 +82,7 @@ if TYPE_CHECKING:
         use_native,
         warmup,
     )
+    from .serve.collect import Recorder
 else:
 
     def __getattr__(name: str) -> Any:
@@ -104,8 +107,29 @@ def use_batch_invariant(enabled: bool = True) -> None:
     chosen_package("rmsnorm_invariant_backward" if enabled else "rmsnorm_backward")
     _serving = "batch_invariant" if enabled else "rmsnorm"
     for name in __all__:
-        if name != use_batch_invariant.__name__:
+        if name not in (use_batch_invariant.__name__, collect.__name__):
             globals().pop(name, None)
+
+
+def collect(path: str | PathLike[str] | None = None) -> Recorder:
+    """Count the backward calls of all norms of Normforge, from now on, by shape, dtypes and options
+    (weight offset, dtype of a residual's gradient), and add them to a file for
+    `tune.py --shapes FILE`. docs/adopting.md says what counts.
+
+    Args:
+        path: the file, which is made, or to which the calls are added. By default that of the
+            environment variable NORMFORGE_COLLECT, which has the effect of this function, or
+            that of the call before. Processes may share it.
+
+    Returns:
+        What counts. The file is written every half minute and at the end of the process; its
+            `write()` does so at once, and `stop()` writes and ends the counting.
+
+    Raises:
+        ValueError: if no file is named.
+    """
+    found: Recorder = import_module(f"{__name__}.serve.collect").collect(path)
+    return found
 
 
 def chosen_package(operation: str) -> Any:

@@ -17,13 +17,17 @@ from generator.paths import LIBRARY, REPOSITORY
 
 GENERATOR = REPOSITORY / "generator"
 LAYERS = (
-    *("errors paths disk processes text_table", "problem target result own_files", "operations"),
+    *(
+        "errors paths disk processes text_table",
+        "problem target result own_files collected",
+        "operations",
+    ),
     *("kernels", "space", "evaluate", "studies", "package", "emulate", "search", "tuner"),
     *("report", "cli"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names.split()}
 LIBRARY_LAYERS = (
-    *("identity cubins spec torch_internals operations", "table", "launch"),
+    *("identity cubins spec torch_internals operations", "table", "collected", "launch"),
     *("serve native frontends api", "own", "packages"),
     "rmsnorm layernorm batch_invariant torchtitan",
 )

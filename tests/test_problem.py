@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from generator.errors import NormforgeError
+from generator.operations import operation_of
 from generator.problem import ITEMSIZE, MAX_COLUMNS, SHAPES_FOLDER, Problem, load_problems
+from normforge.collected import moved_bytes
 from normforge.operations import OPERATIONS
 
 any_problem = st.builds(
@@ -199,3 +201,79 @@ def test_file_that_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
         sentence = refusal(str(tmp_path / name))
         assert "cannot read the shape file" in sentence
         assert name in sentence
+
+
+# ---- Files that a program has recorded -----------------------------------------------------------
+
+CALLS = """\
+# comment
+collected:
+  layernorm_backward:
+    64x64:bf16: 1
+  rmsnorm_backward:
+    64x64:bf16: 9
+    128x64:bf16: 5
+    128x64:bf16+residual_fp32: 2
+    128x64:fp32: 2
+    128x64:bf16:fp32+offset: 1
+"""
+
+
+def test_recorded_problems_come_in_the_order_of_calls_times_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "shapes.yaml"
+    path.write_text(CALLS)
+    assert [str(problem) for problem in load_problems(f"8x8:bf16,{path},64x64:bf16")] == [
+        *("8x8:bf16", "128x64:bf16", "128x64:bf16+residual_fp32", "64x64:bf16"),
+        *("128x64:fp32", "128x64:bf16:fp32+offset"),
+    ]
+    layer_norms = load_problems(str(path), "layernorm_backward")
+    assert [str(problem) for problem in layer_norms] == ["layernorm_backward:64x64:bf16"]
+    assert "choose with --op" in refusal_of(path, "rmsnorm_invariant_backward")
+
+
+def refusal_of(path: Path, operation: str) -> str:
+    with pytest.raises(NormforgeError) as caught:
+        load_problems(str(path), operation)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options", ["", ":fp32", "+offset", "+residual", "+residual_fp32", "+offset+residual"]
+)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_bytes_by_which_they_are_ordered_are_those_of_the_tuner(dtype: str, options: str) -> None:
+    for operation in OPERATIONS.values():
+        try:
+            problem = Problem.parse(f"48x64:{dtype}{options}", operation.name)
+        except NormforgeError:  # an option that the operation has not
+            continue
+        shape = str(problem).removeprefix(f"{operation.name}:")
+        assert moved_bytes(operation.name, shape) == operation_of(problem).traffic_bytes(problem)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("collected:", "expected operations with their calls"),
+        ("collected: []", "expected operations with their calls"),
+        ("collected: {rmsnorm_backward: }", "expected shapes and how often"),
+        ("collected: {rmsnorm_backward: {}}", "expected shapes and how often"),
+        ("collected: {rmsnorm_backward: {'64x64:bf16': 0}}", "got '64x64:bf16: 0'"),
+        ("collected: {rmsnorm_backward: {'64x64:bf16': true}}", "got '64x64:bf16: True'"),
+        ("collected: {rmsnorm_backward: {'64x64:bf16': 1.5}}", "got '64x64:bf16: 1.5'"),
+        ("collected: {rmsnorm_backward: {64: 1}}", "got '64: 1'"),
+        ("collected: {rmsnorm_backward: {'64x64:bf17': 1}}", "unknown dtype 'bf17'"),
+        ("collected: {rmsnorm_backward: {'64x64': 1}}", "has no dtype"),
+        ("collected: {softmax: {'64x64:bf16': 1}}", "has no calls of rmsnorm_backward, only of"),
+        ("collected: {a: {'1x1:bf16': 1}}\nshapes: [64x64:bf16]", "unknown key 'shapes'"),
+        (CALLS + "    64x64:bf16: 9\n", "a second time"),
+    ],
+)
+def test_recorded_file_that_is_ill_formed_is_refused_by_name(
+    tmp_path: Path, content: str, says: str
+) -> None:
+    path = tmp_path / "calls.yaml"
+    path.write_text(content)
+    sentence = refusal(str(path))
+    assert says in sentence
+    assert str(path) in sentence

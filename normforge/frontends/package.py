@@ -29,8 +29,6 @@ class NormPackage(Server):
     """
 
     ops: NormOperators
-    operation: ClassVar[str]
-    """What its tables have kernels of."""
     _layer: ClassVar[str] = "RMSNorm"
     _routed: ClassVar[Routed] = RMS_NORM
     """PyTorch's operator that `install` routes."""

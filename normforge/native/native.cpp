@@ -158,6 +158,29 @@ PyObject* add(PyObject* self, PyObject* arguments) {
     END_HANDLE_TH_ERRORS
 }
 
+// (): [(rows, columns, dtype, weight dtype, calls)] of every plan of a backward, as served so far.
+PyObject* backward_calls(PyObject* self, PyObject*) {
+    HANDLE_TH_ERRORS
+    auto& store = store_of(self);
+    std::vector<std::pair<Key, uint64_t>> found;
+    {
+        const std::lock_guard<std::mutex> lock(store.mutex);
+        for (const auto& [key, plan] : store.plans)
+            if (std::get<0>(key) == kBackward) found.emplace_back(key, plan.calls);
+    }
+    const Reference list(PyList_New(0));
+    for (const auto& [key, calls] : found) {
+        const auto& [kind, device, stream, rows, columns, dtype, weight_dtype] = key;
+        const Reference entry(Py_BuildValue(
+            "(LLOOK)", static_cast<long long>(rows), static_cast<long long>(columns),
+            torch::getTHPDtype(dtype), torch::getTHPDtype(weight_dtype),
+            static_cast<unsigned long long>(calls)));
+        if (PyList_Append(list.object, entry.object) != 0) return nullptr;
+    }
+    return Py_NewRef(list.object);
+    END_HANDLE_TH_ERRORS
+}
+
 // (namespace, overload, package): from now on calls of these operators that ask for this package are
 // served here where they can be.
 PyObject* take_operators(PyObject* self, PyObject* arguments) {
@@ -215,6 +238,7 @@ PyMethodDef methods[] = {{"norm", as_method(norm), METH_FASTCALL, nullptr},
                          {"backward", as_method(backward), METH_FASTCALL, nullptr},
                          {"set_scratch", set_scratch, METH_VARARGS, nullptr},
                          {"add", add, METH_VARARGS, nullptr},
+                         {"backward_calls", backward_calls, METH_NOARGS, nullptr},
                          {"take_operators", as_method<PyObject*(PyObject*, PyObject*)>(take_operators),
                           METH_VARARGS, nullptr},
                          {"retire", retire, METH_NOARGS, nullptr},

@@ -56,6 +56,7 @@ struct Plan {
     std::vector<uint64_t> block;
     std::vector<uint64_t> scratch_at;  // offsets in bytes
     Kernel main, second;
+    std::atomic<uint64_t> calls = 0;  // that were launched, for whoever counts calls
 };
 
 enum Kind { kBackward, kForward, kAddForward };  // of calls, as plans.py numbers them
@@ -171,6 +172,7 @@ bool launch(const Driver& driver, Plan& plan, const uint64_t (&words)[count]) {
             driver.launch(kernel->config, kernel->function, parameters, nullptr) != 0)
             return false;
     }
+    plan.calls.fetch_add(1, std::memory_order_relaxed);
     return true;
 }
 

@@ -11,13 +11,16 @@ from __future__ import annotations
 import ctypes
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..frontends.library import VERSION, namespace
+from ..serve.collect import Called, count_also
+from ..serve.options import DTYPES
 from ..spec import Launch
 from .build import load_extension
 from .plans import Plans, keep
@@ -69,10 +72,18 @@ class Native:
                 warnings.simplefilter("ignore")
                 store.take_operators(namespace, VERSION, operators.package)  # first: it may raise
             operators.retire = store.retire
+            count_also(partial(_calls_of, store))
             self.learn, self.reserve = plans.learn, plans.reserve
             forward.native, forward.learn = store.forward, plans.learn_forward
             self.take = store.take_backward
             self.backward, self.norm = store.backward, store.norm
+
+
+def _calls_of(store: Any) -> Iterator[tuple[Called, int]]:
+    """The backwards that were served in C++ so far. They have no option."""
+    for rows, columns, dtype, weight_dtype, calls in store.backward_calls():
+        dtypes = DTYPES[dtype], DTYPES[weight_dtype]
+        yield Called("rmsnorm_backward", rows, columns, *dtypes), calls
 
 
 def _driver_addresses() -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from ..spec import Launch, plan_launch
 from ..table import MAX_ALIGNMENT, Choice
 from ..torch_internals import current_device, empty_strided, is_capturing, raw_stream
 from .checks import FLOATS, foreign_device
+from .collect import collecting
 from .kernels import Source
 from .options import DTYPES
 from .warn_once import WarnOnce
@@ -44,6 +45,9 @@ class RowServer:
         of shape (..., N). Raises TypeError or ValueError, in one sentence, for what does not fit
         together."""
         x = self._check(tensors)
+        if collecting.recorder is not None:
+            columns, added = self._columns_of(tensors), added_to(self.operation.signature, tensors)
+            collecting.recorder.count(self.operation.name, x, columns, dresidual=added)
         if x.device.type == "cuda" and x.numel() and x.dtype in DTYPES:
             with torch.cuda.device(x.device), torch.no_grad():
                 served = self._by_kernel(x, tensors)
@@ -57,7 +61,7 @@ class RowServer:
         signature = self.operation.signature
         made = {t.name: x.new_empty(x.shape) for t in signature.outputs}
         if signature.sums:
-            columns = tensors.get(signature.columns.name) if signature.columns else None
+            columns = self._columns_of(tensors)
             like = x if columns is None else columns
             shape = [signature.column_sums] * (signature.column_sums > 1) + [x.shape[-1]]
             made[signature.sums.name] = like.new_empty(shape)
@@ -66,6 +70,11 @@ class RowServer:
             if added is not None and added.dtype != x.dtype:
                 made[copy.name] = added.new_empty(x.shape)
         return made
+
+    def _columns_of(self, tensors: Tensors) -> torch.Tensor | None:
+        """What all rows share."""
+        columns = self.operation.signature.columns
+        return tensors.get(columns.name) if columns else None
 
     def _check(self, tensors: Tensors) -> torch.Tensor:
         signature = self.operation.signature
@@ -167,7 +176,7 @@ class RowServer:
         for name in (tensor.name for tensor in signature.early):
             at = layouts[name]
             places |= given[name].data_ptr() | (at.stride | at.outer) * given[name].element_size()
-        columns = given.get(signature.columns.name) if signature.columns else None
+        columns = self._columns_of(given)
         added = added_to(signature, given)
         names = [DTYPES.get(t.dtype, "") for t in (x, x if columns is None else columns)]
         return table.choose(

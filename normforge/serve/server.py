@@ -19,6 +19,7 @@ from ..torch_internals import resolved
 from .call import Call, KernelCall, aten_call, formula
 from .call_cache import CallCache
 from .checks import check_arguments, check_dx_out, check_overlap, foreign_device
+from .collect import collecting
 from .kernels import Source
 from .layout import read_layout
 from .options import (
@@ -45,6 +46,8 @@ class Server:
     from several threads.
     """
 
+    operation: ClassVar[str]
+    """What its tables have kernels of."""
     _aten_call = staticmethod(aten_call)
     """PyTorch's own kernel, of the norm that this is of."""
     _has_aten = hasattr(torch.ops.aten, "_fused_rms_norm_backward")
@@ -80,6 +83,8 @@ class Server:
         if call is None or (torch.is_grad_enabled() and (dy.requires_grad or x.requires_grad)):
             return None
         results: Results | None = call(dy, x, rstd, weight, mean)
+        if collecting.recorder is not None and results is not None:
+            collecting.recorder.count(self.operation, x, weight)
         if self._native.learn is not None and results is not None:
             self._native.learn(call)
         return results
@@ -94,6 +99,11 @@ class Server:
                 what = f"no kernel serves an eps below {SMALLEST_EPS:.0e}"
                 raise RuntimeError(f"{what}, and {self._advice}")
             return formula(options)(*tensors)
+        recorder = collecting.recorder
+        if recorder is not None and not recorder.inside:
+            offset = options.weight_offset != 0
+            with recorder.call(self.operation, given.x, given.weight, offset, given.dresidual):
+                return self._run(given, options, routed)
         for name, value in vars(given).items():
             # PyTorch takes a while to say that None is no tensor.
             fits = name in _OPTIONAL if value is None else isinstance(value, torch.Tensor)

@@ -1,0 +1,370 @@
+"""What a program's norms are asked to do is counted and ends up in a file, whatever the program is,
+and whatever becomes of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import normforge
+from generator.paths import REPOSITORY
+from generator.problem import load_problems
+from normforge import collected
+from normforge.api import Package
+from normforge.operations import RMSNORM_BACKWARD
+from normforge.serve import collect
+from normforge.serve.collect import Recorder, collecting
+from normforge.serve.rows import RowServer
+from tests.support.entry_points import leaf, routing_on_cpu, write_layer_norm_package
+from tests.support.native import by_autograd, by_backward, inputs, learned, rows
+from tests.support.patience import patience
+
+
+@pytest.fixture
+def recorder(tmp_path: Path) -> Recorder:
+    return normforge.collect(tmp_path / "shapes.yaml")
+
+
+@pytest.fixture(autouse=True)
+def nothing_counts_afterwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv(collect.VARIABLE, raising=False)
+    assert collecting.recorder is None
+    yield
+    if collecting.recorder is not None:
+        collecting.recorder.stop()
+
+
+def counted(recorder: Recorder) -> dict[str, int]:
+    """By operation and shape."""
+    recorder.write()
+    found = collected.read(recorder.path.read_text()) if recorder.path.exists() else {}
+    return {f"{operation} {shape}": count for (operation, shape), count in found.items()}
+
+
+def train(package: Package, *shape: int, **options: Any) -> None:
+    x, weight = leaf(*shape, dtype=torch.bfloat16), leaf(shape[-1], dtype=torch.bfloat16)
+    y = package.rms_norm(x, weight, **options)
+    (y if isinstance(y, torch.Tensor) else sum(y)).sum().backward()
+
+
+# ---- What counts ---------------------------------------------------------------------------------
+
+
+def test_backwards_count_by_shape_dtypes_and_options(package: Package, recorder: Recorder) -> None:
+    for _ in range(3):
+        train(package, 2, 3, 16)
+    train(package, 6, 16, weight_offset=1.0)
+    train(package, 6, 16, residual=leaf(6, 16, dtype=torch.bfloat16))
+    train(package, 6, 16, residual=leaf(6, 16))  # the backward is that of their sum, in fp32
+    plain = rows(6, 16), rows(6, 16), torch.ones(6)
+    package.rmsnorm_backward(*plain, dresidual=torch.ones(6, 16))
+    package.rmsnorm_backward(rows(4, 16), rows(4, 16), torch.ones(4), torch.ones(16))
+    package.rmsnorm_backward(rows(4, 16), rows(4, 16), torch.ones(4), need_dx=False)
+    package.rmsnorm_backward(torch.ones(0, 16), torch.ones(0, 16), torch.ones(0))
+    package.rms_norm(rows(64, 16), rows(1, 16)[0])  # a forward alone
+    assert counted(recorder) == {
+        "rmsnorm_backward 6x16:bf16": 3,
+        "rmsnorm_backward 6x16:bf16+offset": 1,
+        "rmsnorm_backward 6x16:bf16+residual": 1,
+        "rmsnorm_backward 6x16:fp32+residual": 1,
+        "rmsnorm_backward 6x16:bf16+residual_fp32": 1,
+        "rmsnorm_backward 4x16:bf16:fp32": 1,
+        "rmsnorm_backward 4x16:bf16": 1,
+    }
+    train(package, 6, 16)
+    assert counted(recorder)["rmsnorm_backward 6x16:bf16"] == 4
+    recorder.stop()
+    train(package, 6, 16)
+    assert counted(recorder)["rmsnorm_backward 6x16:bf16"] == 4
+
+
+def test_a_weight_per_head_is_a_call_per_head(package: Package, recorder: Recorder) -> None:
+    x, weight = leaf(5, 4, 16), leaf(4, 16)
+    package.rms_norm(x, weight).sum().backward()
+    assert counted(recorder) == {"rmsnorm_backward 5x16:fp32": 4}
+
+
+def test_a_call_that_is_made_of_several_counts_once(
+    package: Package, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where no kernel adds a residual."""
+    formula = package._find
+
+    def find(given: Any, options: Any) -> Any:
+        if given.dresidual is None:
+            return formula(given, options)
+        from normforge.serve.options import composition
+
+        composed = composition(given, options, None)
+        assert composed is not None
+        return package._composed(composed, options)
+
+    monkeypatch.setattr(package, "_find", find)
+    train(package, 6, 16, residual=leaf(6, 16, dtype=torch.bfloat16))
+    assert counted(recorder) == {"rmsnorm_backward 6x16:bf16+residual": 1}
+
+
+def test_what_is_no_call_of_a_kernel_does_not_count(package: Package, recorder: Recorder) -> None:
+    with pytest.raises(ValueError, match="dy"):
+        package.rmsnorm_backward(rows(5, 16), rows(4, 16), torch.ones(4))
+    x = torch.ones(4, 16, dtype=torch.float64)
+    package.rmsnorm_backward(x, x, torch.ones(4, dtype=torch.float64))
+    with FakeTensorMode():
+        package.rmsnorm_backward(torch.ones(4, 16), torch.ones(4, 16), torch.ones(4))
+    x, weight = leaf(6, 16), leaf(16)
+    y = package.rms_norm(x, weight, 1e-40)  # PyTorch's operations
+    y.sum().backward()
+    assert counted(recorder) == {}
+    assert not recorder.path.exists()
+
+
+def test_calls_that_are_known_count(package: Package, recorder: Recorder) -> None:
+    """They are served by `_quick`."""
+    quick = (lambda *_: True, lambda dy, x, rstd, weight, mean: (x, weight))
+    package._calls.recent = (quick,)
+    try:
+        package.rmsnorm_backward(rows(4, 16), rows(4, 16), torch.ones(4), rows(1, 16)[0])
+    finally:
+        package._calls.recent = ()
+    assert counted(recorder) == {"rmsnorm_backward 4x16:bf16": 1}
+
+
+def test_compiled_calls_count_when_they_run(package: Package, recorder: Recorder) -> None:
+    weight = leaf(16)
+    compiled = torch.compile(
+        lambda x: package.rms_norm(x, weight).sum(), backend="aot_eager", fullgraph=True
+    )
+    for _ in range(3):
+        compiled(leaf(6, 16)).backward()
+    assert counted(recorder) == {"rmsnorm_backward 6x16:fp32": 3}
+
+
+def test_installed_calls_count_also_where_there_is_no_kernel(
+    package: Package, recorder: Recorder, aten: list[str]
+) -> None:
+    entry_point, norm = routing_on_cpu(package), torch.nn.RMSNorm(16)
+    with entry_point.installed():
+        norm(leaf(6, 16)).sum().backward()
+    norm(leaf(6, 16)).sum().backward()
+    assert counted(recorder) == {"rmsnorm_backward 6x16:fp32": 1}
+
+
+def test_other_operations_count_by_their_names(
+    tmp_path: Path, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    norms = write_layer_norm_package(tmp_path / "layer_norm")
+    norms.layer_norm(leaf(6, 16), leaf(16), leaf(16)).sum().backward()
+    own = RowServer(RMSNORM_BACKWARD, lambda index: None)  # type: ignore[arg-type, return-value]
+    monkeypatch.setattr(own, "_by_formula", lambda x, tensors: {})
+    own({"dy": rows(4, 16), "x": rows(4, 16), "rstd": torch.ones(4), "dresidual": rows(4, 16)})
+    assert counted(recorder) == {
+        "layernorm_backward 6x16:fp32": 1,
+        "rmsnorm_backward 4x16:bf16+residual": 1,
+    }
+
+
+def test_calls_that_are_served_in_cpp_count(make: Any, machine: Any, tmp_path: Path) -> None:
+    package = make()
+    learned(package)
+    recorder = normforge.collect(tmp_path / "shapes.yaml")
+    before = len(machine.launches)
+    by_autograd(package, **inputs())
+    by_backward(package, **inputs())
+    assert len(machine.launches) == before, "Python served them"
+    assert counted(recorder) == {"rmsnorm_backward 6x1024:bf16": 2}
+    learned(package, M=8)
+    assert counted(recorder)["rmsnorm_backward 8x1024:bf16"] == 4
+    machine.capturing = True  # Python serves these, once each
+    by_backward(package, **inputs())
+    assert len(machine.launches) > before
+    assert counted(recorder)["rmsnorm_backward 6x1024:bf16"] == 3
+
+
+def test_planted_error_in_the_counting_leaves_the_call_alone(
+    package: Package, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise OverflowError
+
+    monkeypatch.setattr(collect, "_kind", fail)
+    train(package, 6, 16)
+    assert counted(recorder) == {}
+
+
+# ---- What becomes of it --------------------------------------------------------------------------
+
+PROGRAM = """
+import os, sys, time, torch
+from tests.support.entry_points import leaf, write_package
+from pathlib import Path
+{before}
+package = write_package(Path(sys.argv[1]))
+for _ in range(int(sys.argv[2])):
+    package.rms_norm(leaf(6, 16), leaf(16)).sum().backward()
+{after}
+"""
+
+
+def program(folder: Path, calls: int, before: str = "", after: str = "") -> list[str]:
+    text = PROGRAM.format(before=before, after=after)
+    return [sys.executable, "-c", text, str(folder / f"package{calls}"), str(calls)]
+
+
+def environment(folder: Path) -> dict[str, str]:
+    variables = {"NORMFORGE_COLLECT": str(folder / "shapes.yaml")}
+    return {**os.environ, **variables, "OMP_NUM_THREADS": "1"}
+
+
+def count_in(path: Path) -> int:
+    return sum(collected.read(path.read_text()).values())
+
+
+def test_ranks_add_to_one_file_and_forks_count_for_themselves(tmp_path: Path) -> None:
+    fork = (
+        "package.rms_norm(leaf(6, 16), leaf(16)).sum().backward()\n"
+        "import multiprocessing\n"
+        "def more():\n"
+        "    torch.set_num_threads(1)\n"
+        "    package.rms_norm(leaf(7, 16), leaf(16)).mean().item()\n"
+        "    package.rmsnorm_backward(*[torch.ones(7, 16)] * 2, torch.ones(7))\n"
+        "child = multiprocessing.get_context('fork').Process(target=more)\n"
+        "child.start(), child.join()\n"
+        "assert child.exitcode == 0"
+    )
+    ranks = [
+        subprocess.Popen(
+            program(tmp_path, calls, after=fork), env=environment(tmp_path), cwd=REPOSITORY
+        )
+        for calls in (1, 10, 100, 50)
+    ]
+    for rank in ranks:
+        assert rank.wait(patience(120)) == 0
+    found = collected.read((tmp_path / "shapes.yaml").read_text())
+    assert found == {
+        ("rmsnorm_backward", "6x16:fp32"): 1 + 10 + 100 + 50 + 4,
+        ("rmsnorm_backward", "7x16:fp32"): 4,
+    }
+    assert sorted(path.name for path in tmp_path.glob(".*")) == [".shapes.yaml.lock"]
+
+
+def test_many_writers_lose_nothing(tmp_path: Path) -> None:
+    text = (
+        "import sys; from pathlib import Path; from normforge.collected import add_to_file\n"
+        "for _ in range(50):\n"
+        "    add_to_file(Path(sys.argv[1]), {('rmsnorm_backward', sys.argv[2]): 2}, 60)"
+    )
+    shapes = ["64x64:bf16", "64x64:bf16", "32x64:bf16", "16x64:bf16"]
+    path = tmp_path / "shapes.yaml"
+    writers = [
+        subprocess.Popen([sys.executable, "-c", text, str(path), shape], cwd=REPOSITORY)
+        for shape in shapes
+    ]
+    for writer in writers:
+        assert writer.wait(patience(120)) == 0
+    assert list(collected.read(path.read_text()).values()) == [200, 100, 100]
+
+
+def test_a_killed_process_has_written_what_it_counted_before(tmp_path: Path) -> None:
+    before = "from normforge.serve import collect\ncollect._FIRST_SECONDS = 0.05"
+    done = f"Path(r'{tmp_path / 'done'}').touch()\ntime.sleep(3600)"
+    line = program(tmp_path, 5, before, done)
+    path, until = tmp_path / "shapes.yaml", time.monotonic() + patience(120)
+    with subprocess.Popen(line, env=environment(tmp_path), cwd=REPOSITORY) as process:
+        while not ((tmp_path / "done").exists() and path.exists() and count_in(path) >= 1):
+            assert process.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        process.send_signal(signal.SIGKILL)
+    assert 1 <= count_in(path) <= 5
+    collected.add_to_file(path, {("rmsnorm_backward", "8x8:bf16"): 1}, 1.0)  # nothing is stale
+
+
+def test_a_file_that_cannot_be_written_costs_one_warning(package: Package, tmp_path: Path) -> None:
+    folder = tmp_path / "missing"
+    recorder = normforge.collect(folder / "shapes.yaml")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            train(package, 6, 16)
+            recorder.write()
+    (sentence,) = (str(one.message) for one in said)
+    assert "shapes.yaml" in sentence
+    assert "No such file or directory" in sentence
+    assert "choose a file that can be written" in sentence
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of which a thread would die
+        folder.mkdir()
+        recorder.stop()
+    assert count_in(recorder.path) == 3, "nothing was lost"
+
+
+def test_an_error_of_a_warning_is_none_of_the_program(
+    package: Package, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorder = normforge.collect(tmp_path / "missing" / "shapes.yaml")
+    train(package, 6, 16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        recorder.stop()
+    assert "does not get the calls" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "content", ["shapes: [64x64:bf16]\n", "collected:\n  rmsnorm_backward:\n    64x64:bf16: many\n"]
+)
+def test_a_file_of_something_else_stays_as_it_is(
+    package: Package, tmp_path: Path, content: str
+) -> None:
+    path = tmp_path / "shapes.yaml"
+    path.write_text(content)
+    recorder = normforge.collect(path)
+    train(package, 6, 16)
+    with pytest.warns(UserWarning, match="line "):
+        recorder.stop()
+    assert path.read_text() == content
+
+
+def test_there_is_one_file_at_a_time(
+    package: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match="name a file"):
+        normforge.collect()
+    with pytest.raises(ValueError, match="name a file"):
+        normforge.collect("")
+    monkeypatch.chdir(tmp_path)
+    one = normforge.collect("one.yaml")
+    assert normforge.collect() is normforge.collect("one.yaml") is one
+    train(package, 6, 16)
+    monkeypatch.chdir("/")  # files are where they were named
+    two = normforge.collect(tmp_path / "two.yaml")
+    train(package, 7, 16)
+    two.stop()
+    one.stop()
+    texts = [(tmp_path / name).read_text() for name in ("one.yaml", "two.yaml")]
+    assert ["6x16" in text for text in texts] == [True, False]
+    assert ["7x16" in text for text in texts] == [False, True]
+    assert collecting.recorder is None
+
+
+# ---- What the tuner makes of it ------------------------------------------------------------------
+
+
+def test_the_tuner_takes_first_what_takes_longest(package: Package, recorder: Recorder) -> None:
+    train(package, 64, 32)
+    for _ in range(5):
+        train(package, 4, 32)
+        train(package, 16, 32)
+    recorder.write()
+    found = [str(problem) for problem in load_problems(str(recorder.path))]
+    assert found == ["16x32:bf16", "64x32:bf16", "4x32:bf16"]
