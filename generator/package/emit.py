@@ -15,7 +15,7 @@ from generator.kernels.nvrtc import Compiled
 from generator.kernels.variant import Variant
 from generator.package.atomic_folder import check_writable, replacing_folder, writer_lock
 from generator.package.cubin_archive import check_cubins
-from generator.package.entries import PROVENANCE_KEYS, Emission, Entry, Forwards, problem_of
+from generator.package.entries import BITS, PROVENANCE_KEYS, Emission, Entry, Forwards, problem_of
 from generator.package.files import KernelFiles, write_package
 from generator.package.standalone import add_library, stands_alone
 from generator.problem import Problem
@@ -143,7 +143,7 @@ def _same_kernel(old: TunedOf[Any], new: TunedOf[Any]) -> bool:
             *(entry.evidence, entry.kernel.digest, entry.kernel.config, entry.kernel.spec),
             *(
                 facts.get(key)
-                for key in ("us", "floor_us", "study", "code", "checks", "verified", "nvrtc")
+                for key in ("us", "floor_us", "study", "code", "checks", "verified", "nvrtc", BITS)
             ),
         )
 

@@ -10,6 +10,7 @@ from generator.kernels.code_digest import AnyVariant
 from generator.kernels.forward import CompiledForward
 from generator.kernels.nvrtc import Compiled
 from generator.problem import RMSNORM_BACKWARD, Problem
+from generator.result import Result
 from normforge.table import TunedOf
 
 PROVENANCE_KEYS = frozenset(
@@ -19,6 +20,18 @@ PROVENANCE_KEYS = frozenset(
     }
 )
 """What every winner of the backward states about itself, as JSON values; more may be added."""
+
+
+BITS = "bits"
+"""What a measured winner may state beside: the digest of its outputs for seeded inputs
+(generator.evaluate.verify.seeded), which are the same on every machine."""
+
+
+def recorded_bits(result: Result) -> dict[str, str]:
+    """What an entry states of a result's bits; nothing for one of before that was recorded, and for
+    a predicted one."""
+    bits = result.extra.get(BITS)
+    return {BITS: bits} if bits else {}
 
 
 @dataclass(frozen=True)

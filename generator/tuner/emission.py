@@ -17,7 +17,7 @@ from generator.kernels.forward import ForwardVariant
 from generator.kernels.nvrtc import Compiled, nvrtc_version
 from generator.kernels.variant import Variant, make_variant
 from generator.package.emit import emit_package, read_forward_table
-from generator.package.entries import Emission, Entry
+from generator.package.entries import Emission, Entry, recorded_bits
 from generator.package.fallback_kernels import (
     COMMON_VECTOR_BYTES,
     compile_fallbacks,
@@ -138,6 +138,7 @@ def provenance(winner: Winner, storage: BaseStorage) -> dict[str, Any]:
         **result.named_errors,
         "verified": result.determinism,
         "checks": list(result.checks),
+        **recorded_bits(result),
         "note": result.note,
         "tie": [{"variant": f.variant, "us": f.us, "ratio": f.ratio} for f in winner.tied],
         "fastest_nondeterministic": (

@@ -27,7 +27,7 @@ from generator.kernels.compile_pool import CompilePool
 from generator.kernels.forward import CompiledForward, ForwardVariant
 from generator.kernels.nvrtc import nvrtc_version
 from generator.operations import RMSNORM_FORWARD
-from generator.package.entries import Entry, Forwards
+from generator.package.entries import Entry, Forwards, recorded_bits
 from generator.package.fallback_kernels import DTYPES
 from generator.problem import Problem
 from generator.result import Result
@@ -281,6 +281,7 @@ class _Chooser:
             "candidates": len(results),
             "faults": sum(result.outcome != "ok" for result in results),
             "checks": ["accuracy", f"{RUNS} runs", "residual"],
+            **recorded_bits(result),
             "tie": [
                 {"variant": made[i][0].id, "us": results[i].us, "ratio": ratios[i]} for i in tied
             ],

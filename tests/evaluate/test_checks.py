@@ -22,6 +22,7 @@ from generator.operations.operation import HALF_UNIT, TORCH_DTYPE
 from generator.operations.rmsnorm_backward import Inputs
 from generator.operations.rows import inputs_class
 from generator.problem import Problem
+from generator.result import Result
 from normforge.launch.kernel_arguments import DW_ADDED, DW_IN_WEIGHT_DTYPE
 from normforge.operations import RowOperation, Signature, signature_of
 from normforge.operations.formula import evaluate
@@ -113,6 +114,40 @@ def test_a_mistake_in_one_call_option_is_wrong_and_not_nondeterministic(name: st
     assert result is not None
     assert (result.outcome, result.determinism) == ("wrong", "unverified")
     assert MISTAKES[name][1] in result.note
+
+
+def test_a_recheck_tells_bits_and_errors_of_the_same_kernel() -> None:
+    """The bits are those that the finals record."""
+    session = object.__new__(Session)
+    session.disturbance = lambda i: None  # type: ignore[assignment]
+
+    def outcomes(mistake: Mistake) -> tuple[Result, Result]:
+        workload: Any = SimpleNamespace(
+            operation=RMSNORM_BACKWARD,
+            **{"inputs": INPUTS, "cancelling": INPUTS, "bench": lambda c: bench(mistake)},
+            expected=RMSNORM_BACKWARD.bounds(PROBLEM, INPUTS),
+        )
+        candidate = SimpleNamespace(nondeterministic=False, batch_invariant=False)
+        job: Any = SimpleNamespace(candidates=[candidate])
+        found = session._determinism(workload, job).result, session._recheck(workload, job).result
+        assert found[0] is not None
+        assert found[1] is not None
+        return found[0], found[1]
+
+    finals, again = outcomes(lambda call: None)
+    assert again.outcome == "ok"
+    assert again.extra["bits"] == finals.extra["bits"]
+    assert again.errors == finals.errors
+    _, wrong = outcomes(lambda call: bump(call["dw"]))
+    assert (wrong.outcome, wrong.note[:2]) == ("wrong", "dw")
+
+    def last_bit(call: dict[str, Any]) -> None:
+        if call["in"].x is not INPUTS.x:
+            call["dx"].view(torch.int16)[0, 0] ^= 1
+
+    _, other = outcomes(last_bit)
+    assert other.outcome == "ok", "no error, and yet another order of additions"
+    assert other.extra["bits"] != finals.extra["bits"]
 
 
 # Two outputs, three matrices, and nothing that is summed over the rows or shared by them.

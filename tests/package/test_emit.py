@@ -19,11 +19,12 @@ from generator.kernels.variant import make_variant
 from generator.package import cubin_archive, sources
 from generator.package.atomic_folder import check_writable
 from generator.package.emit import check_package, emit_package
-from generator.package.entries import Entry, Forwards
+from generator.package.entries import Entry, Forwards, recorded_bits
 from generator.package.files import _format_json
 from generator.package.sources import source_of
 from generator.package.standalone import export_standalone
 from generator.problem import Problem, load_problems
+from generator.result import Result
 from generator.space.load import load_space, space_file
 from generator.target import find_target
 from normforge.cubins import CUBINS, CUBINS_INDEX
@@ -424,3 +425,22 @@ def test_names_in_a_foreign_table_do_not_become_code(
     with pytest.raises(NormforgeError, match=r"import evil.* is no name of a GPU"):
         export_standalone(package, tmp_path / "exported")
     assert not (tmp_path / "exported").exists()
+
+
+def test_a_winner_without_a_record_of_its_bits_gets_one(package: Path) -> None:
+    """And one with a record keeps it, with its date."""
+    known = entry("4096x1024:bf16")
+
+    def recorded(**facts: str) -> dict[str, str]:
+        put(package, replace(known, provenance=known.provenance | facts), fallback=[])
+        (stored,) = Table.load(package).tuned
+        return {name: stored.provenance[name] for name in ("bits", "date")}
+
+    put(package, known, fallback=[])
+    assert recorded(bits="b" * 32, date="now") == {"bits": "b" * 32, "date": "now"}
+    assert recorded(bits="b" * 32, date="later") == {"bits": "b" * 32, "date": "now"}
+
+
+def test_only_what_was_run_states_its_bits() -> None:
+    assert recorded_bits(Result("ok", extra={"digest": "d", "bits": "b"})) == {"bits": "b"}
+    assert recorded_bits(Result("ok", extra={"digest": "d"})) == {}

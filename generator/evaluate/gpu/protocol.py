@@ -37,7 +37,8 @@ class Candidate:
 class Job:
     """One request.
 
-    kind: "evaluate", "accuracy", "determinism" or "digest" (one candidate, answered with a Result),
+    kind: "evaluate", "accuracy", "determinism", "recheck" (accuracy and the bits of seeded inputs)
+    or "digest" (one candidate, answered with a Result),
     "interleave" (any number, answered with one Block) or "probe" (the floor alone: shows that the
     GPU works). best_us: of the best candidate so far; floor_us: the fastest floor of this problem
     in this run; None without one. operation: its name; rounds: of the Block, None for those of the

@@ -27,6 +27,7 @@ from generator.evaluate.verify.determinism import (
     digest,
 )
 from generator.evaluate.verify.guarded import Guarded
+from generator.evaluate.verify.seeded import bits_of
 from generator.operations import OPERATIONS, Operation, operation_of
 from generator.operations.operation import TORCH_DTYPE
 from generator.problem import Problem
@@ -134,6 +135,7 @@ class Session:
             "evaluate": self._evaluate,
             "accuracy": self._accuracy,
             "determinism": self._determinism,
+            "recheck": self._recheck,
             "digest": self._digest,
             "interleave": self._interleave,
             "probe": self._probe,
@@ -182,7 +184,9 @@ class Session:
         result = _accuracy_result(check_accuracy(bench, workload.inputs, workload.expected))
         if result.outcome != "ok":
             return Answer(result)
-        result = replace(result, extra={"digest": digest(bench, workload.cancelling)})
+        bits = bits_of(workload.operation, bench, workload.inputs)
+        extra = {"digest": digest(bench, workload.cancelling), "bits": bits}
+        result = replace(result, extra=extra)
         checks: tuple[str, ...] = (f"{RUNS} runs",)
         fault = check_repeats(bench, workload.inputs)
         signature = workload.operation.signature
@@ -204,6 +208,12 @@ class Session:
                 kernel = LoadedKernel(candidate.cubin, candidate.spec)
                 fault = fault or check_batch_invariance(kernel, workload.cancelling)
         return Answer(_determinism_result(result, candidate, fault, checks))
+
+    def _recheck(self, workload: Workload, job: Job) -> Answer:
+        bench = workload.bench(job.candidates[0])
+        result = _accuracy_result(check_accuracy(bench, workload.inputs, workload.expected))
+        bits = bits_of(workload.operation, bench, workload.inputs)
+        return Answer(replace(result, extra={"bits": bits}))
 
     def _digest(self, workload: Workload, job: Job) -> Answer:
         bench = workload.bench(job.candidates[0])

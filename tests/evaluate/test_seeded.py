@@ -1,0 +1,72 @@
+"""Inputs for digests that are compared between machines: always the same, and telling."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import fields
+
+import pytest
+import torch
+
+from generator.evaluate.verify import seeded as module
+from generator.evaluate.verify.seeded import seeded
+from generator.operations import OPERATIONS, Operation
+from generator.problem import Problem
+
+CPU = torch.device("cpu")
+DIGESTS = {
+    ("rmsnorm_backward", "48x40:bf16"): "3d4d16be9620d0e2",
+    ("rmsnorm_backward", "48x40:fp16:fp32+offset+residual_fp32"): "c4699703a4040ba8",
+    ("layernorm_backward", "7x40:fp32"): "1b34d2d14472ea71",
+    ("rmsnorm_forward", "48x40:bf16"): "4202d3fe61c28ca1",
+}
+
+
+def inputs_of(operation: Operation, shape: str, seed: int = 0) -> dict[str, torch.Tensor]:
+    """seed: of the inputs whose shapes these take."""
+    of = operation.name if operation.signature else "rmsnorm_backward"
+    made = operation.make_inputs(Problem.parse(shape, of), CPU, seed=seed)
+    found = seeded(operation, made)
+    assert found.offset == made.offset
+    values = {field.name: getattr(found, field.name) for field in fields(found)}
+    return {name: v for name, v in values.items() if isinstance(v, torch.Tensor)}
+
+
+def digest_of(tensors: dict[str, torch.Tensor]) -> str:
+    hasher = hashlib.sha256()
+    for name in sorted(tensors):
+        hasher.update(tensors[name].contiguous().view(torch.uint8).numpy().tobytes())
+    return hasher.hexdigest()[:16]
+
+
+@pytest.mark.parametrize(("name", "shape"), DIGESTS)
+def test_numbers_are_the_same_whoever_makes_them(
+    name: str, shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With whatever PyTorch, and in whatever chunks: packages record what comes of them."""
+    found = inputs_of(OPERATIONS[name], shape)
+    assert digest_of(found) == DIGESTS[name, shape]
+    assert digest_of(inputs_of(OPERATIONS[name], shape, seed=5)) == digest_of(found)
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 7)
+    assert digest_of(inputs_of(OPERATIONS[name], shape)) == digest_of(found)
+    for tensor in found.values():
+        assert tensor.isfinite().all()
+        assert tensor.count_nonzero() > tensor.numel() * 0.9
+    assert len({digest_of({"": tensor}) for tensor in found.values()}) == len(found)
+
+
+def test_the_order_of_a_sum_over_rows_shows_in_its_bits() -> None:
+    """Also once it is rounded to bf16, and by a swap of two partial sums."""
+    found = inputs_of(OPERATIONS["rmsnorm_backward"], "512x256:bf16")
+    terms = found["dy"].float() * found["x"].float() * found["rstd"][:, None]
+    parts = terms.view(16, 32, 256).sum(1)
+
+    def total(order: list[int]) -> torch.Tensor:
+        sums = torch.zeros(256)
+        for place in order:
+            sums = sums + parts[place]
+        return sums.bfloat16()
+
+    plain = [*range(16)]
+    assert (total(plain) != total(plain[::-1])).float().mean() > 0.5
+    assert (total(plain) != total([1, 2, 0, *plain[3:]])).any()
