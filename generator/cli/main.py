@@ -10,6 +10,9 @@ Show the results of a run (each command has its own --help):
   python tune.py report --gpu h200
   python tune.py explain --gpu h200 --shape 4096x4096:bf16 --config load_hint=default
 
+Check that the package does on this machine's GPU what it says:
+  python tune.py check --gpu auto --sample 20
+
 Export the package for Hugging Face's kernels, or the trials of a shape for other tuners' tools:
   python tune.py export --gpu h200 --hf FOLDER
   python tune.py export --gpu h200 --shape 4096x4096:bf16 --t4 FILE
@@ -44,6 +47,7 @@ from generator.space.load import load_space, space_file
 from generator.target import find_target
 
 COMMANDS = {
+    "check": "generator.cli.check",
     "explain": "generator.cli.report",
     "export": "generator.cli.export",
     "report": "generator.cli.report",

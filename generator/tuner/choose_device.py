@@ -30,6 +30,23 @@ def choose_devices(name: str, devices: Sequence[int]) -> tuple[Target, DevicePoo
     return _choose(name, lambda: DevicePool(devices), f"devices {', '.join(map(str, devices))}")
 
 
+def open_gpu(name: str, device: int) -> tuple[Target, Gpu]:
+    """The GPU called `name` ("auto": whichever this machine has), for what cannot be done without
+    it. Raises NormforgeError where it is not here."""
+    gpu = None
+    if torch.version.cuda is not None:
+        with suppress(NoGpuError):
+            gpu = Gpu(device)
+    if gpu is None:
+        raise NormforgeError("kernels are checked on a GPU, and this machine has no CUDA GPU")
+    here = match_device(gpu.facts["name"], gpu.facts["sms"])
+    if here is not None and name in ("auto", here.name):
+        return here, gpu
+    gpu.close()
+    wanted = "search_spaces/gpus.yaml does not know it" if name == "auto" else f"not a {name}"
+    raise NormforgeError(f"this machine has a {gpu.facts['name']}, and {wanted}")
+
+
 def _choose(
     name: str, start: Callable[[], _Opened], where: str
 ) -> tuple[Target, _Opened | None, str]:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from generator.errors import NormforgeError, ProblemError
 from generator.evaluate.evaluator import Evaluator, Pool
 from generator.evaluate.gpu.evaluator import MeasuredEvaluator
+from generator.evaluate.gpu.recheck import Rechecker
 from generator.evaluate.gpu.supervisor import Supervisor
 from generator.kernels.compile_pool import CompilePool
 from generator.processes import end_with_parent
@@ -45,6 +46,9 @@ class Gpu:
 
     def evaluator(self, target: Target) -> MeasuredEvaluator:
         return MeasuredEvaluator(target, self._supervisor)
+
+    def rechecker(self) -> Rechecker:
+        return Rechecker(self._supervisor)
 
     def pool(self, arch: str, processes: int) -> AbstractContextManager[Pool]:
         return CompilePool(arch, processes)

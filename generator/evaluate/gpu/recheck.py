@@ -1,0 +1,66 @@
+"""Stored kernels on the GPU of this machine: whether they compute what they did, and how fast."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from statistics import median
+
+from generator.evaluate.gpu.noise import Block, blocks_for, collect
+from generator.evaluate.gpu.nvml import DeviceMonitor
+from generator.evaluate.gpu.protocol import Candidate, Job, WorkerLostError
+from generator.evaluate.gpu.supervisor import Supervisor
+from generator.operations import OPERATIONS
+from generator.problem import Problem
+from generator.result import Result
+
+PAUSES = (0.0, 0.1, 0.5, 1.0, 2.0)
+"""Seconds after each noisy block. What stays noisy is said, and no fault of a kernel."""
+
+
+class Rechecker:
+    """Runs kernels in the worker of a supervisor. monitor: knows what may disturb the times."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+        self.monitor = DeviceMonitor(supervisor.facts.get("bus_id"))
+
+    def check(self, operation: str, problem: Problem, candidate: Candidate) -> Result:
+        """Accuracy against float64, the bits of seeded inputs (`extra["bits"]`), and the time
+        beside the floor, which says if it is noisy. A kernel that is wrong, or that its worker did
+        not survive, is a Result without times. operation: its name, which for a forward is not
+        that of the problem. Raises ProblemError where the problem cannot be set up, NormforgeError
+        when no GPU works any more."""
+        job = Job("recheck", problem, (candidate,), operation=operation)
+        floor_us = self._set_up(job.probe())
+        try:
+            result = self._supervisor.call(job).result
+            assert result is not None
+            if result.outcome != "ok":
+                return result
+            timed = replace(job, kind="interleave")
+            blocks = blocks_for(floor_us)
+            timing = collect(
+                lambda: self._block(timed), blocks, None, PAUSES, self._supervisor.sleep
+            )
+        except WorkerLostError as lost:
+            return Result(lost.outcome, note=lost.note)
+        fields = timing.fields(OPERATIONS[operation].traffic_bytes(problem))
+        fields["extra"] = result.extra | fields["extra"]
+        return replace(result, **fields)
+
+    def causes(self) -> str:
+        """What disturbs times right now, in words; "" for nothing that is known."""
+        return "; ".join(self.monitor.causes(self._supervisor.pids))
+
+    def _set_up(self, probe: Job) -> float | None:
+        """So that no kernel has to answer for the time that this takes. The floor's time."""
+        with suppress(WorkerLostError):  # replaced, and the new one has done it
+            if block := self._supervisor.call(probe).block:
+                return median(block[0])
+        return None
+
+    def _block(self, job: Job) -> Block:
+        block = self._supervisor.call(job).block
+        assert block is not None
+        return block
