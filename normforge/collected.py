@@ -94,6 +94,8 @@ def add_to_file(path: Path, counts: Counts, lock_seconds: float = 10.0) -> None:
     do so at once: a lock on a file beside it lets one in after the other, and the new file takes
     the place of the old one whole. Raises ValueError for a file of something else, OSError where
     it cannot be read or written or the lock is not to be had."""
+    if path.exists() and not path.is_file():  # a pipe would never end, and a device be replaced
+        raise ValueError("it is no file")
     with _locked(path.with_name(f".{path.name}.lock"), lock_seconds):
         known = read(path.read_text(encoding="utf-8")) if path.exists() else {}
         for key, count in counts.items():
@@ -120,8 +122,13 @@ def _locked(path: Path, seconds: float) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() >= until:
-                    raise
+                    raise TimeoutError(
+                        f"another process has held {path} for {seconds:g} s"
+                    ) from None
                 time.sleep(0.02)
-        yield
+        try:
+            yield
+        finally:  # a process that was forked meanwhile has the handle, too, and would keep the lock
+            fcntl.flock(handle, fcntl.LOCK_UN)
     finally:
         os.close(handle)

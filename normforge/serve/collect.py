@@ -30,7 +30,7 @@ VARIABLE = "NORMFORGE_COLLECT"
 _FIRST_SECONDS, _SECONDS = 2.0, 30.0
 """Until the file is first written, which tells early that it cannot be, and from then on."""
 _MOST = 10_000
-"""Problems that a process keeps apart."""
+"""Kinds of calls that a process keeps apart, until it writes them."""
 
 
 class Called(NamedTuple):
@@ -105,8 +105,14 @@ class Recorder:
             kind = (operation, type(x), x.shape, x.dtype, _kind(weight), offset, added)
             with self._lock:
                 count = self._kinds.get(kind, 0)
-                if count or len(self._kinds) < _MOST:
+                known = count > 0 or len(self._kinds) < _MOST
+                if known:
                     self._kinds[kind] = count + 1
+            if not known:
+                self._warn(
+                    f"{self.path} does not get all calls of norms: more than {_MOST} shapes came "
+                    f"within {_SECONDS:g} s"
+                )
             if self._finalizer is None:
                 self._start()
         except Exception:  # of a tensor that is none, or of a process that ends
@@ -256,10 +262,12 @@ def collect(path: str | os.PathLike[str] | None = None) -> Recorder:
     file = Path(named).expanduser().absolute()
     if former is not None and former.path == file:
         return former
-    collecting.recorder = Recorder(file)
+    collecting.recorder = recorder = Recorder(file)
     if former is not None:
-        former.stop()
-    return collecting.recorder
+        with recorder._writing:  # what is counted elsewhere goes to one of the two files
+            former.stop()
+            recorder._seen = former._seen
+    return recorder
 
 
 if os.environ.get(VARIABLE, "").strip():

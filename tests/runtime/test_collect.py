@@ -10,6 +10,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,10 @@ from normforge import collected
 from normforge.api import Package
 from normforge.operations import RMSNORM_BACKWARD
 from normforge.serve import collect
-from normforge.serve.collect import Recorder, collecting
+from normforge.serve.collect import Called, Recorder, collecting
 from normforge.serve.rows import RowServer
 from tests.support.entry_points import leaf, routing_on_cpu, write_layer_norm_package
-from tests.support.native import by_autograd, by_backward, inputs, learned, rows
+from tests.support.native import by_autograd, by_backward, in_threads, inputs, learned, rows
 from tests.support.patience import patience
 
 
@@ -191,6 +192,21 @@ def test_calls_that_are_served_in_cpp_count(make: Any, machine: Any, tmp_path: P
     assert counted(recorder)["rmsnorm_backward 6x1024:bf16"] == 3
 
 
+def test_threads_lose_no_call_while_the_file_is_written(
+    package: Package, recorder: Recorder
+) -> None:
+    def work() -> None:
+        for _ in range(100):
+            package.rmsnorm_backward(rows(4, 16), rows(4, 16), torch.ones(4))
+
+    def write() -> None:
+        for _ in range(20):
+            recorder.write()
+
+    in_threads([work, write, work, work])
+    assert counted(recorder) == {"rmsnorm_backward 4x16:bf16": 300}
+
+
 def test_planted_error_in_the_counting_leaves_the_call_alone(
     package: Package, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,7 +256,11 @@ def test_ranks_add_to_one_file_and_forks_count_for_themselves(tmp_path: Path) ->
         "    package.rmsnorm_backward(*[torch.ones(7, 16)] * 2, torch.ones(7))\n"
         "child = multiprocessing.get_context('fork').Process(target=more)\n"
         "child.start(), child.join()\n"
-        "assert child.exitcode == 0"
+        "assert child.exitcode == 0\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    more(), sys.exit()\n"
+        "assert os.waitpid(child, 0)[1] == 0"
     )
     ranks = [
         subprocess.Popen(
@@ -253,7 +273,7 @@ def test_ranks_add_to_one_file_and_forks_count_for_themselves(tmp_path: Path) ->
     found = collected.read((tmp_path / "shapes.yaml").read_text())
     assert found == {
         ("rmsnorm_backward", "6x16:fp32"): 1 + 10 + 100 + 50 + 4,
-        ("rmsnorm_backward", "7x16:fp32"): 4,
+        ("rmsnorm_backward", "7x16:fp32"): 8,
     }
     assert sorted(path.name for path in tmp_path.glob(".*")) == [".shapes.yaml.lock"]
 
@@ -273,6 +293,39 @@ def test_many_writers_lose_nothing(tmp_path: Path) -> None:
     for writer in writers:
         assert writer.wait(patience(120)) == 0
     assert list(collected.read(path.read_text()).values()) == [200, 100, 100]
+
+
+def test_a_fork_does_not_keep_the_lock_of_a_file_that_was_being_written(tmp_path: Path) -> None:
+    text = (
+        "import os, signal, sys, time; from pathlib import Path\n"
+        "from normforge.collected import _locked, add_to_file\n"
+        "path = Path(sys.argv[1])\n"
+        "with _locked(path.with_name('.shapes.yaml.lock'), 1):\n"
+        "    child = os.fork()\n"
+        "    if child == 0:\n"
+        "        time.sleep(3600)\n"
+        "try:\n"
+        "    add_to_file(path, {('rmsnorm_backward', '8x8:bf16'): 1}, 0.5)\n"
+        "finally:\n"
+        "    os.kill(child, signal.SIGKILL)"
+    )
+    path = tmp_path / "shapes.yaml"
+    assert subprocess.run([sys.executable, "-c", text, str(path)], cwd=REPOSITORY).returncode == 0
+    assert count_in(path) == 1
+
+
+def test_who_waits_for_the_lock_in_vain_says_so_and_goes_on(
+    package: Package, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(package, 6, 16)
+    hasty = partial(collected.add_to_file, lock_seconds=0.05)
+    monkeypatch.setattr(collect, "add_to_file", hasty)
+    with (
+        collected._locked(recorder.path.with_name(".shapes.yaml.lock"), 1.0),
+        pytest.warns(UserWarning, match=r"another process has held .*shapes\.yaml\.lock"),
+    ):
+        recorder.write()
+    assert counted(recorder) == {"rmsnorm_backward 6x16:bf16": 1}
 
 
 def test_a_killed_process_has_written_what_it_counted_before(tmp_path: Path) -> None:
@@ -333,6 +386,52 @@ def test_a_file_of_something_else_stays_as_it_is(
     with pytest.warns(UserWarning, match="line "):
         recorder.stop()
     assert path.read_text() == content
+
+
+def test_what_is_no_file_is_neither_read_nor_replaced(package: Package, tmp_path: Path) -> None:
+    """A pipe would never end, and root would have replaced /dev/null itself."""
+    path = tmp_path / "null"
+    path.symlink_to(os.devnull)
+    recorder = normforge.collect(path)
+    train(package, 6, 16)
+    with pytest.warns(UserWarning, match="it is no file"):
+        recorder.stop()
+    assert path.is_symlink()
+
+
+def test_more_shapes_than_are_kept_apart_are_said(
+    package: Package, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collect, "_MOST", 2)
+    with pytest.warns(UserWarning, match="more than 2 shapes") as said:
+        for M in (1, 2, 3, 4, 1):
+            train(package, M, 16)
+    assert len(said) == 1
+    assert counted(recorder) == {
+        "rmsnorm_backward 1x16:bf16": 2,
+        "rmsnorm_backward 2x16:bf16": 1,
+    }
+    train(package, 3, 16)  # those are written
+    assert counted(recorder)["rmsnorm_backward 3x16:bf16"] == 1
+
+
+def test_calls_that_are_counted_elsewhere_go_to_one_of_two_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They go on while one file takes the place of the other."""
+    total = 0
+
+    def calls() -> Iterator[tuple[Called, int]]:
+        nonlocal total
+        total += 5
+        yield Called("rmsnorm_backward", 8, 16, "bf16", "bf16"), total
+
+    monkeypatch.setattr(collect, "_sources", [calls])
+    one = normforge.collect(tmp_path / "one.yaml")
+    begin = total
+    two = normforge.collect(tmp_path / "two.yaml")
+    two.stop()
+    assert count_in(one.path) + count_in(two.path) == total - begin
 
 
 def test_there_is_one_file_at_a_time(
