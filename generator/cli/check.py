@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from generator.cli.arguments import (
     CommandLine,
@@ -16,6 +16,7 @@ from generator.cli.arguments import (
     positive_number,
     positive_seconds,
 )
+from generator.errors import NormforgeError
 from generator.paths import results_of
 from generator.problem import Problem, load_problems
 from generator.target import find_target
@@ -73,17 +74,23 @@ def _index(text: str) -> int:
 def check(argv: list[str]) -> int:
     """Returns the exit code. Raises NormforgeError."""
     args = make_parser().parse(argv)
-    problems = None if args.shapes is None else load_problems(args.shapes, args.op)
-    if args.gpu != "auto":
-        find_target(args.gpu)
+    checked: list[Checked] = []
     try:
-        return _check(args, problems)
+        problems = None if args.shapes is None else load_problems(args.shapes, args.op)
+        if args.gpu != "auto":
+            find_target(args.gpu)
+        return _check(args, problems, checked)
+    except NormforgeError as error:
+        if args.json:
+            _print_json(checked, passed=False, error=str(error))
+        raise
     except KeyboardInterrupt:
         print("tune.py check: interrupted", file=sys.stderr)
         return 130
 
 
-def _check(args: argparse.Namespace, problems: list[Problem] | None) -> int:
+def _check(args: argparse.Namespace, problems: list[Problem] | None, checked: list[Checked]) -> int:
+    """Adds to `checked`, so that what was found before an error is known."""
     from generator.tuner.check import check_kernel, choose, stored_kernels, summary
     from generator.tuner.choose_device import open_gpu
 
@@ -96,7 +103,6 @@ def _check(args: argparse.Namespace, problems: list[Problem] | None) -> int:
         package = (args.out or results_of(target.name)) / args.op
         chosen = choose(stored_kernels(package, target, args.op), problems, args.sample)
         rechecker = gpu.rechecker()
-        checked: list[Checked] = []
         for stored in chosen:
             if sys.stderr.isatty():
                 print(f"\r\x1b[K{len(checked)} of {len(chosen)}: {stored}", end="", file=sys.stderr)
@@ -106,21 +112,26 @@ def _check(args: argparse.Namespace, problems: list[Problem] | None) -> int:
         facts = dict(gpu.facts)
     finally:
         gpu.close()
+    passed = all(one.passed for one in checked)
     if args.json:
-        document = {
-            "gpu": target.name,
-            "device": facts.get("name"),
-            "package": str(package),
-            "tolerance_percent": args.tolerance,
-            "seconds": round(time.monotonic() - started, 1),
-            "passed": all(one.passed for one in checked),
-            "kernels": [one.to_json() for one in checked],
-        }
-        print(json.dumps(document, indent=1))
+        _print_json(
+            checked,
+            gpu=target.name,
+            device=facts.get("name"),
+            package=str(package),
+            tolerance_percent=args.tolerance,
+            seconds=round(time.monotonic() - started, 1),
+            passed=passed,
+            summary=summary(checked),
+        )
     else:
         print(_table(checked))
         print(summary(checked))
-    return 0 if all(one.passed for one in checked) else 1
+    return 0 if passed else 1
+
+
+def _print_json(checked: list[Checked], **facts: Any) -> None:
+    print(json.dumps({**facts, "kernels": [one.to_json() for one in checked]}, indent=1))
 
 
 def _table(checked: list[Checked]) -> str:

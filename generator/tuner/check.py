@@ -81,6 +81,8 @@ def stored_kernels(package: Path, target: Target, operation: str) -> list[Stored
             f"{package} is for {table.target['name']} and this machine has a {target.name}: a "
             "package is checked on its own GPU"
         )
+    if not table.tuned:
+        raise NormforgeError(f"{package} has no tuned kernel: there is nothing to check")
     forward = read_forward_table(package)
     forwards = {problem_of(tuned): tuned for tuned in forward.tuned} if forward else {}
     found = []

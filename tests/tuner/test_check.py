@@ -4,27 +4,40 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
+import normforge
 from generator.cli.main import main
+from generator.evaluate.gpu import recheck
+from generator.evaluate.gpu.nvml import DeviceMonitor
+from generator.evaluate.gpu.protocol import Candidate
+from generator.evaluate.gpu.recheck import Rechecker
+from generator.kernels.compile_pool import CompilePool
+from generator.kernels.forward import ForwardVariant
 from generator.kernels.nvrtc import Compiled
+from generator.kernels.ptxas import Resources
 from generator.kernels.variant import Variant
 from generator.package.emit import emit_package
 from generator.package.entries import PROVENANCE_KEYS, Entry
 from generator.paths import GENERATED
 from generator.problem import Problem
-from generator.tuner import choose_device, device_process
+from generator.result import Result
+from generator.target import find_target
+from generator.tuner import choose_device, device_process, forward, run
 from generator.tuner.check import OTHER_FLOOR, Stored, _recorded_ratio, choose, stored_kernels
+from normforge.spec import FORWARD_KERNELS
 from normforge.table import KernelOf
-from tests.support.fake_gpu import FakeGpu, Landscape, Log, Weather, key
-from tests.support.fake_run import nap
+from tests.support.entry_points import leaf, write_package
+from tests.support.fake_gpu import FakeCompiler, FakeGpu, Landscape, Log, Weather, key
+from tests.support.fake_run import forks, nap
 from tests.support.packages import variant_for
 from tests.support.synthetic import TARGET, cost, digest
 
@@ -34,6 +47,20 @@ SHAPES = tuple(f"4096x{N}:bf16" for N in WIDTHS)
 
 def variant_of(shape: str) -> Variant:
     return variant_for(Problem.parse(shape))
+
+
+class BothWays(Landscape):
+    """With forwards, which all take the same."""
+
+    def ratio(self, variant: Any) -> float:
+        return 1.5 if "id" in variant.config else super().ratio(variant)
+
+
+def compile_both(variant: Variant | ForwardVariant, arch: str, folder: Path) -> Compiled:
+    if isinstance(variant, Variant):
+        return FakeCompiler(Log())(variant, arch, folder)
+    resources = dict.fromkeys(FORWARD_KERNELS, Resources(32, 0, 0, 0))
+    return Compiled(arch, "", f"cubin of {variant.id}".encode(), resources, "0", False, "")
 
 
 @dataclass
@@ -63,16 +90,26 @@ class Machine:
         emit_package(entries, [], TARGET, self.out / "rmsnorm_backward")
 
     def plug_in(
-        self, weather: Weather | None = None, log: Log | None = None, **faults: str
+        self,
+        weather: Weather | None = None,
+        log: Log | None = None,
+        sleep: Callable[[float], None] = nap,
+        **faults: str,
     ) -> None:
-        """From now on with a GPU on which kernels have these faults, by their widths."""
+        """From now on with a GPU on which kernels have these faults, by their widths. sleep: how
+        the tuner pauses."""
         by_key = {key(variant_of(f"4096x{n[1:]}:bf16").config): f for n, f in faults.items()}
-        gpu = FakeGpu(log or Log(), Landscape(faults=by_key), weather or Weather())
+        gpu = FakeGpu(log or Log(), BothWays(faults=by_key), weather or Weather())
         supervisor = partial(
-            device_process.Supervisor, seconds=2.0, open_handler=gpu, method="forkserver", sleep=nap
+            device_process.Supervisor,
+            seconds=2.0,
+            open_handler=gpu,
+            method="forkserver",
+            sleep=sleep,
         )
         self.patch.setattr(torch.version, "cuda", "13.0")
         self.patch.setattr(device_process, "Supervisor", supervisor)
+        self.patch.setattr(forward, "Supervisor", supervisor)
         self.patch.setattr(choose_device, "match_device", lambda name, sms: TARGET)
 
     def check(self, *options: str) -> tuple[int, dict[str, Any]]:
@@ -231,19 +268,123 @@ def test_without_a_gpu_there_is_one_sentence(
     )
 
 
-def test_a_gpu_that_breaks_ends_the_command_with_the_reason(
+@pytest.mark.parametrize("trouble", ["no GPU", "a GPU that breaks", "no such shape"])
+def test_an_error_is_a_document_as_well(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
+    """For who reads nothing but the output."""
+    options = []
+    if trouble == "no GPU":
+        monkeypatch.setattr(torch.version, "cuda", None)
+    elif trouble == "no such shape":
+        options = ["--shapes", "64x64:bf17"]
+    else:
+        machine.plug_in(log=Log(tmp_path / "log"), n256="segfault")
+        check_kernel = Rechecker.check
+
+        def breaking(self: Rechecker, operation: str, problem: Problem, one: Candidate) -> Result:
+            if problem.N == 256:
+                (tmp_path / "broken").write_text("die")
+            return check_kernel(self, operation, problem, one)
+
+        monkeypatch.setattr(Rechecker, "check", breaking)
+    assert main(["check", "--gpu", "auto", "--out", str(machine.out), "--json", *options]) == 2
+    captured = machine.capsys.readouterr()
+    document = json.loads(captured.out)
+    assert document["passed"] is False
+    assert captured.err == f"tune.py check: {document['error']}\n"
+    breaks = trouble == "a GPU that breaks"
+    known = [row["shape"] for row in document["kernels"]]
+    assert known == (["4096x128:bf16"] if breaks else [])
+    assert breaks == document["error"].startswith("the lost GPU worker cannot be replaced: ")
+
+
+def test_pauses_after_noise_are_few_in_all(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A check of many kernels on a GPU that is never quiet takes no minutes."""
+    pauses: list[float] = []
+    monkeypatch.setattr(recheck, "PAUSES_IN_ALL", 5.0)
+    machine.plug_in(Weather(jitter=0.4), sleep=pauses.append)
+    code, rows = machine.rows()
+    assert code == 0
+    assert all(row["time"].startswith("noisy: ") for row in rows.values())
+    assert sum(map(bool, pauses)) < 4 * sum(map(bool, recheck.PAUSES))
+    assert sum(pauses) == pytest.approx(5.0)
+
+
+def test_a_package_without_tuned_kernels_does_not_pass(machine: Machine) -> None:
+    package = machine.out / "rmsnorm_backward"
+    shutil.rmtree(package)
+    emit_package([], [], TARGET, package)
+    assert main(["check", "--gpu", "auto", "--out", str(machine.out)]) == 2
+    assert "has no tuned kernel" in machine.capsys.readouterr().err
+
+
+def test_what_a_program_calls_is_tuned_recorded_and_checked(
     machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Breaking(device_process.Gpu):
-        def __init__(self, index: int) -> None:
-            super().__init__(index)
-            (tmp_path / "broken").write_text("die")
+    """All of it: `collect`, `tune.py --shapes` and `tune.py check`, but for kernels that run."""
+    package = write_package(tmp_path / "package")
+    recorder = normforge.collect(tmp_path / "shapes.yaml")
+    for M in (64, 2048):
+        x, weight = leaf(M, 256, dtype=torch.bfloat16), leaf(256, dtype=torch.bfloat16)
+        package.rms_norm(x, weight).sum().backward()
+    recorder.stop()
+    forks()
+    folders = {"cache_folder": tmp_path / "cache", "compile": compile_both, "method": "forkserver"}
+    for module in (run, forward):
+        monkeypatch.setattr(module, "CompilePool", partial(CompilePool, **folders))
+    out = tmp_path / "tuned"
+    line = ["--gpu", "auto", "--out", str(out), "--json"]
+    assert (
+        main([*line, "--shapes", str(recorder.path), "--trials", "5", "--fallbacks", "none"]) == 0
+    )
+    tuned = json.loads(machine.capsys.readouterr().out)["shapes"]
+    assert [shape["shape"] for shape in tuned] == ["2048x256:bf16", "64x256:bf16"]
+    assert main(["check", *line]) == 0
+    document = json.loads(machine.capsys.readouterr().out)
+    found = {row["shape"]: (row["bits"], row["accuracy"]) for row in document["kernels"]}
+    shapes = ("2048x256:bf16", "64x256:bf16")
+    names = [*shapes, *(f"{shape} forward" for shape in shapes)]
+    assert found == dict.fromkeys(names, ("same", "ok"))
+    assert "4 as the package says, 0 not." in document["summary"]
 
-    machine.plug_in(log=Log(tmp_path / "log"), n256="segfault")
-    monkeypatch.setattr(choose_device, "Gpu", Breaking)
-    assert main(["check", "--gpu", "auto", "--out", str(machine.out)]) == 2
-    said = machine.capsys.readouterr().err
-    assert said.startswith("tune.py check: the lost GPU worker cannot be replaced: ")
+
+COMMITTED = sorted(path.parent for path in GENERATED.glob("*/*/table.json"))
+
+
+@pytest.mark.parametrize("package", COMMITTED, ids=lambda path: f"{path.parent.name}-{path.name}")
+def test_packages_of_before_are_checked_but_for_what_they_do_not_record(
+    package: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The committed ones, with their own cubins."""
+
+    class Machine:
+        facts: ClassVar = {"name": "fake"}
+        monitor = DeviceMonitor(None)
+
+        def rechecker(self) -> Any:
+            return self
+
+        def check(self, operation: str, problem: Problem, candidate: Candidate) -> Result:
+            assert candidate.cubin.startswith(b"\x7fELF")
+            return Result("ok", us=9.0, floor_us=10.0, ratio=0.9, extra={"bits": "b"})
+
+        def close(self) -> None:
+            pass
+
+    target = find_target(package.parent.name)
+    monkeypatch.setattr(choose_device, "open_gpu", lambda *_: (target, Machine()))
+    line = ["--gpu", target.name, "--op", package.name, "--sample", "20", "--json"]
+    assert main(["check", *line]) == 0
+    document = json.loads(capsys.readouterr().out)
+    rows = document["kernels"]
+    assert len([row for row in rows if not row["shape"].endswith("forward")]) == 20
+    assert f"{len(rows)} have no record of their bits" in document["summary"]
+    predicted = {row["time"] == "predicted" for row in rows}
+    assert predicted == {target.name == "gb200"}
+    assert all(row["passed"] and row["bits"] == "not recorded" for row in rows)
 
 
 def test_times_beside_another_floor_are_not_compared() -> None:
