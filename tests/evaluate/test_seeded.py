@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from generator.evaluate.verify import determinism
 from generator.evaluate.verify import seeded as module
+from generator.evaluate.verify.determinism import digest
+from generator.evaluate.verify.guarded import Guarded
 from generator.evaluate.verify.seeded import seeded
 from generator.operations import OPERATIONS, Operation
 from generator.problem import Problem
@@ -53,6 +58,26 @@ def test_numbers_are_the_same_whoever_makes_them(
         assert tensor.isfinite().all()
         assert tensor.count_nonzero() > tensor.numel() * 0.9
     assert len({digest_of({"": tensor}) for tensor in found.values()}) == len(found)
+
+
+def test_a_digest_is_the_same_whoever_makes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in other chunks: packages record it."""
+    outputs = {
+        "dx": Guarded((6, 8), torch.bfloat16, CPU),
+        "copy": Guarded((5, 3), torch.bfloat16, CPU),
+        "dw": Guarded((8,), torch.float32, CPU),
+    }
+
+    def run(factor: int) -> None:
+        for out in outputs.values():
+            out.inside.copy_(torch.arange(out.bytes) * factor)
+
+    bench: Any = SimpleNamespace(outputs=outputs, poison=lambda: None, run=run)
+    known = "3a1738f85567165eedeb497ec26fff39"
+    assert digest(bench, 37) == known
+    monkeypatch.setattr(determinism, "CHUNK_ELEMENTS", 7)
+    assert digest(bench, 37) == known
+    assert digest(bench, 38) != known
 
 
 def test_the_order_of_a_sum_over_rows_shows_in_its_bits() -> None:

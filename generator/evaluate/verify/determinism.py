@@ -146,8 +146,9 @@ class Disturbance:
 
 
 def digest(bench: Bench, inputs: Any) -> str:
-    """Hash of the bits of all outputs, for comparing runs in different processes. Matrices enter
-    through two sums over their 32-bit (or smaller) words, one of them weighted by position."""
+    """Hash of the bits of all outputs, for comparing runs in different processes, and with what
+    packages record: another way to make it would be other bits to them. Matrices enter through two
+    sums, modulo 2^64, over their 32-bit (or smaller) words, one of them weighted by position."""
     bench.poison()
     bench.run(inputs)
     hasher = hashlib.sha256()
@@ -158,8 +159,11 @@ def digest(bench: Bench, inputs: Any) -> str:
             continue
         if words.numel() % 4 == 0:
             words = words.view(torch.int32)
+        total = weighted = 0
         for start in range(0, words.numel(), CHUNK_ELEMENTS):
             part = words[start : start + CHUNK_ELEMENTS].to(torch.int64)
-            weight = torch.arange(len(part), device=part.device) * 2654435761 + 1
-            hasher.update(f"{int(part.sum())} {int((part * weight).sum())}".encode())
+            place = torch.arange(start, start + len(part), device=part.device)
+            total += int(part.sum())
+            weighted += int((part * (place * 2654435761 + 1)).sum())
+        hasher.update(f"{total % 2**64} {weighted % 2**64}".encode())
     return hasher.hexdigest()[:32]
