@@ -238,15 +238,26 @@ def _totals() -> Iterator[tuple[Called, int]]:
     yield from total.items()
 
 
+class _Fork:
+    """with_cuda: the last fork was one in which CUDA does not work, because it did before."""
+
+    with_cuda = False
+
+
+def _before_fork() -> None:
+    _Fork.with_cuda = torch.cuda.is_initialized()
+
+
 def _after_fork() -> None:
-    _sources.clear()  # what they ask has locks; without CUDA in a fork they count no more
-    if collecting.recorder is not None:
-        collecting.recorder._begin()
-        collecting.recorder._seen = Counter()
+    if _Fork.with_cuda:
+        _sources.clear()  # what they ask has locks, and they count no more
+    if (recorder := collecting.recorder) is not None:
+        recorder._begin()
+        recorder._seen = Counter(dict(_totals()))
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
 
 
 def collect(path: str | os.PathLike[str] | None = None) -> Recorder:

@@ -278,6 +278,33 @@ def test_ranks_add_to_one_file_and_forks_count_for_themselves(tmp_path: Path) ->
     assert sorted(path.name for path in tmp_path.glob(".*")) == [".shapes.yaml.lock"]
 
 
+@pytest.mark.parametrize(("cuda", "of_child"), [(False, 7), (True, 0)])
+def test_a_fork_counts_also_what_is_counted_elsewhere(
+    tmp_path: Path, cuda: bool, of_child: int
+) -> None:
+    """As after `use_native()`. Where CUDA was in use, a fork has none, and asks nobody."""
+    text = (
+        "import os, sys, torch, normforge\n"
+        "from normforge.serve.collect import Called, count_also\n"
+        "calls = 0\n"
+        "def totals():\n"
+        "    yield Called('rmsnorm_backward', 8, 16, 'bf16', 'bf16'), calls\n"
+        "count_also(totals)\n"
+        f"torch.cuda.is_initialized = lambda: {cuda}\n"
+        "normforge.collect(sys.argv[1])\n"
+        "calls = 100\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    calls += 7\n"
+        "    normforge.collect().write()\n"
+        "    os._exit(0)\n"
+        "os.waitpid(child, 0)"
+    )
+    path = tmp_path / "shapes.yaml"
+    subprocess.run([sys.executable, "-c", text, str(path)], cwd=REPOSITORY, check=True)
+    assert count_in(path) == 100 + of_child
+
+
 def test_many_writers_lose_nothing(tmp_path: Path) -> None:
     text = (
         "import sys; from pathlib import Path; from normforge.collected import add_to_file\n"
