@@ -27,8 +27,9 @@ from benchmarks.peers.peer import Bind
 from benchmarks.results import machine, write_json
 from generator.errors import NormforgeError
 from generator.evaluate.gpu.rotation import FLUSH, ROTATION, Timed
-from generator.evaluate.gpu.session import Session, Workload
+from generator.evaluate.gpu.session import Session
 from generator.evaluate.gpu.timer import Timer
+from generator.evaluate.gpu.workload import Workload
 from generator.evaluate.verify.bench import Bench
 from generator.evaluate.verify.determinism import digest
 from generator.kernels.geometry import Config

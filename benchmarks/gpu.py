@@ -13,9 +13,10 @@ from benchmarks.results import Environment, machine
 from generator.errors import NormforgeError
 from generator.evaluate.gpu.protocol import Candidate, Job, WorkerLostError
 from generator.evaluate.gpu.rotation import FLUSH, Operation
-from generator.evaluate.gpu.session import Session, Workload, device_facts
+from generator.evaluate.gpu.session import Session, device_facts
 from generator.evaluate.gpu.supervisor import Supervisor
 from generator.evaluate.gpu.timer import Timer
+from generator.evaluate.gpu.workload import Workload
 from generator.evaluate.verify.bench import Bench
 from generator.kernels.cubin_cache import compile_variant
 from generator.kernels.geometry import Config

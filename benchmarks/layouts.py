@@ -31,8 +31,9 @@ from generator.errors import ProblemError
 from generator.evaluate.evaluator import Pool
 from generator.evaluate.gpu.protocol import Answer, Candidate, Job, WorkerLostError
 from generator.evaluate.gpu.rotation import Timed
-from generator.evaluate.gpu.session import Session, Workload
+from generator.evaluate.gpu.session import Session
 from generator.evaluate.gpu.supervisor import Supervisor
+from generator.evaluate.gpu.workload import Workload
 from generator.kernels.compile_pool import CompilePool
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.variant import Variant

@@ -10,6 +10,7 @@ from typing import Any
 from generator.errors import NormforgeError, ProblemError
 from generator.evaluate.gpu.protocol import Candidate
 from generator.evaluate.gpu.recheck import Rechecker
+from generator.evaluate.gpu.rotation import FLUSH
 from generator.operations import RMSNORM_FORWARD
 from generator.package.emit import read_forward_table
 from generator.package.entries import BITS, problem_of
@@ -125,7 +126,8 @@ def check_kernel(
     tuned, kernel = stored.tuned, stored.tuned.kernel
     try:
         candidate = Candidate(kernel.read_cubin(package), kernel.spec)
-        result = rechecker.check(stored.operation, stored.problem, candidate)
+        condition = tuned.provenance.get("condition") or FLUSH  # of tables that say none
+        result = rechecker.check(stored.operation, stored.problem, candidate, condition)
     except (RuntimeError, ProblemError) as error:  # damaged, or what the GPU has no room for
         result = Result("unchecked", note=str(error))
     accuracy = "ok" if result.outcome == "ok" else f"{result.outcome}: {result.note}"

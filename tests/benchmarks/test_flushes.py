@@ -20,8 +20,8 @@ from benchmarks.flushes import (
 )
 from benchmarks.gpu import BLOCKS
 from generator.errors import NormforgeError
-from generator.evaluate.gpu.session import Workload
 from generator.evaluate.gpu.timer import Timer
+from generator.evaluate.gpu.workload import Workload
 from generator.operations.rmsnorm_backward import Inputs
 from generator.problem import Problem
 

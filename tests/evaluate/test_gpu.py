@@ -18,9 +18,9 @@ import torch
 from generator.evaluate.gpu.evaluator import MeasuredEvaluator
 from generator.evaluate.gpu.l2_flush import ColdCache
 from generator.evaluate.gpu.protocol import Candidate
-from generator.evaluate.gpu.session import Workload
 from generator.evaluate.gpu.supervisor import Supervisor
 from generator.evaluate.gpu.timer import Timer
+from generator.evaluate.gpu.workload import Workload
 from generator.evaluate.verify.accuracy import check_accuracy, compare_all
 from generator.evaluate.verify.bench import Bench
 from generator.evaluate.verify.determinism import check_call_options, check_repeats, digest

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from generator.evaluate.gpu.rotation import ROTATION, copies, sets_for
-from generator.evaluate.gpu.session import Workload
 from generator.evaluate.gpu.timer import Timer
+from generator.evaluate.gpu.workload import Workload
 from generator.problem import Problem
 from tests.support.fake_clock import L2_BYTES, FakeClock
 

@@ -20,6 +20,7 @@ from generator.evaluate.gpu import recheck
 from generator.evaluate.gpu.nvml import DeviceMonitor
 from generator.evaluate.gpu.protocol import Candidate
 from generator.evaluate.gpu.recheck import Rechecker
+from generator.evaluate.gpu.supervisor import Supervisor
 from generator.kernels.compile_pool import CompilePool
 from generator.kernels.forward import ForwardVariant
 from generator.kernels.nvrtc import Compiled
@@ -268,6 +269,31 @@ def test_without_a_gpu_there_is_one_sentence(
     )
 
 
+def test_a_time_is_taken_under_the_condition_of_the_table(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tables of before name none: it was the flush."""
+    machine.emit(n256={"condition": "rotation"})
+    machine.plug_in()
+    check_kernel, conditions = Rechecker.check, {}
+
+    def noting(self: Rechecker, operation: str, problem: Problem, *rest: Any) -> Result:
+        conditions[problem.N] = rest[-1]
+        return check_kernel(self, operation, problem, *rest)
+
+    monkeypatch.setattr(Rechecker, "check", noting)
+    asked: list[tuple[str, str]] = []
+    call = Supervisor.call
+    monkeypatch.setattr(
+        Supervisor,
+        "call",
+        lambda self, job: asked.append((job.kind, job.condition)) or call(self, job),
+    )
+    assert machine.check()[0] == 0
+    assert conditions == dict.fromkeys(WIDTHS, "flush") | {256: "rotation"}
+    assert {condition for kind, condition in asked if kind == "interleave"} == {"flush", "rotation"}
+
+
 @pytest.mark.parametrize("trouble", ["no GPU", "a GPU that breaks", "no such shape"])
 def test_an_error_is_a_document_as_well(
     machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str
@@ -282,10 +308,12 @@ def test_an_error_is_a_document_as_well(
         machine.plug_in(log=Log(tmp_path / "log"), n256="segfault")
         check_kernel = Rechecker.check
 
-        def breaking(self: Rechecker, operation: str, problem: Problem, one: Candidate) -> Result:
+        def breaking(
+            self: Rechecker, operation: str, problem: Problem, one: Candidate, condition: str
+        ) -> Result:
             if problem.N == 256:
                 (tmp_path / "broken").write_text("die")
-            return check_kernel(self, operation, problem, one)
+            return check_kernel(self, operation, problem, one, condition)
 
         monkeypatch.setattr(Rechecker, "check", breaking)
     assert main(["check", "--gpu", "auto", "--out", str(machine.out), "--json", *options]) == 2
@@ -367,7 +395,10 @@ def test_packages_of_before_are_checked_but_for_what_they_do_not_record(
         def rechecker(self) -> Any:
             return self
 
-        def check(self, operation: str, problem: Problem, candidate: Candidate) -> Result:
+        def check(
+            self, operation: str, problem: Problem, candidate: Candidate, condition: str
+        ) -> Result:
+            assert condition == "flush", "that of the committed tables, which do not name theirs"
             assert candidate.cubin.startswith(b"\x7fELF")
             return Result("ok", us=9.0, floor_us=10.0, ratio=0.9, extra={"bits": "b"})
 

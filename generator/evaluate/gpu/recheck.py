@@ -27,12 +27,14 @@ class Rechecker:
         self._supervisor, self._pauses = supervisor, PAUSES_IN_ALL
         self.monitor = DeviceMonitor(supervisor.facts.get("bus_id"))
 
-    def check(self, operation: str, problem: Problem, candidate: Candidate) -> Result:
+    def check(
+        self, operation: str, problem: Problem, candidate: Candidate, condition: str
+    ) -> Result:
         """Accuracy against float64, the bits of seeded inputs (`extra["bits"]`), and the time
-        beside the floor, which says if it is noisy. A kernel that is wrong, or that its worker did
-        not survive, is a Result without times. operation: its name, which for a forward is not
-        that of the problem. Raises ProblemError where the problem cannot be set up, NormforgeError
-        when no GPU works any more."""
+        under a condition beside the floor, which says if it is noisy. A kernel that is wrong, or
+        that its worker did not survive, is a Result without times. operation: its name, which for
+        a forward is not that of the problem. Raises ProblemError where the problem cannot be set
+        up, NormforgeError when no GPU works any more."""
         job = Job("recheck", problem, (candidate,), operation=operation)
         floor_us = self._set_up(job.probe())
         try:
@@ -40,7 +42,7 @@ class Rechecker:
             assert result is not None
             if result.outcome != "ok":
                 return result
-            timed = replace(job, kind="interleave")
+            timed = replace(job, kind="interleave", condition=condition)
             blocks = blocks_for(floor_us)
             timing = collect(lambda: self._block(timed), blocks, None, PAUSES, self._sleep)
         except WorkerLostError as lost:

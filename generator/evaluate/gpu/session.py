@@ -1,12 +1,12 @@
 """What the GPU worker does with a job. All that uses CUDA in a tuning run is in this process: this
-file, timer.py, l2_flush.py, verify/, and the operations and launches that they call."""
+file, workload.py, timer.py, l2_flush.py, verify/, and the operations and launches that these call.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,9 @@ import torch
 
 from generator.evaluate.gpu.noise import SEARCH_PAUSES, collect
 from generator.evaluate.gpu.protocol import Answer, Candidate, Job, NoGpuError
-from generator.evaluate.gpu.rotation import FLUSH, Timed, copies
+from generator.evaluate.gpu.rotation import FLUSH, Timed
 from generator.evaluate.gpu.timer import Timer
+from generator.evaluate.gpu.workload import Workload
 from generator.evaluate.verify.accuracy import Accuracy, check_accuracy
 from generator.evaluate.verify.batch_invariance import check_batch_invariance
 from generator.evaluate.verify.bench import LEFT_CHANGED, WROTE_OUTSIDE, Bench
@@ -26,17 +27,12 @@ from generator.evaluate.verify.determinism import (
     check_repeats,
     digest,
 )
-from generator.evaluate.verify.guarded import Guarded
 from generator.evaluate.verify.seeded import bits_of
 from generator.operations import OPERATIONS, Operation, operation_of
-from generator.operations.operation import TORCH_DTYPE
 from generator.problem import Problem
 from generator.result import Result
 from normforge.launch.driver import LaunchError
 from normforge.launch.loaded_kernel import LoadedKernel
-
-Set = tuple[Any, dict[str, torch.Tensor]]
-"""Inputs, and places for outputs by name."""
 
 SEARCH_ROUNDS = 15
 FINAL_ROUNDS = 21
@@ -50,53 +46,6 @@ _REFUSED = (
     "CUDA_ERROR_NO_BINARY_FOR_GPU",
     "CUDA_ERROR_INVALID_IMAGE",
 )
-
-
-class Workload:
-    """One problem of an operation on the device: inputs, what outputs have to be, room for them,
-    and the floor."""
-
-    def __init__(
-        self, problem: Problem, device: torch.device, operation: Operation | None = None
-    ) -> None:
-        """operation: default that of the problem."""
-        operation = operation or operation_of(problem)
-        self.problem, self.device, self.operation = problem, device, operation
-        self.inputs = operation.make_inputs(problem, device)
-        self.cancelling = operation.make_cancelling(problem, self.inputs)
-        self.expected = operation.bounds(problem, self.inputs)
-        self.outputs = self.new_outputs()
-        places = {name: guarded.tensor for name, guarded in self.outputs.items()}
-        self.floor_bytes = operation.traffic_bytes(problem)
-        self.floor = operation.floor(problem, self.inputs, places)
-        self._sets: list[Set] = [(self.inputs, places)]
-
-    def sets(self, number: int) -> list[Set]:
-        """So many inputs, with places for outputs; the first are the workload's own."""
-        (inputs, places), missing = self._sets[0], number - len(self._sets)
-        for more in copies(inputs, missing + 1)[1:]:
-            self._sets.append((more, {name: torch.empty_like(t) for name, t in places.items()}))
-        return self._sets[:number]
-
-    def operations(self, benches: Sequence[Bench], sets: int) -> list[list[Timed]]:
-        """The floor and kernels, each with a call for each of so many sets."""
-        found = self.sets(sets)
-        floor = [self.operation.floor(self.problem, inputs, places) for inputs, places in found]
-        return [floor] + [
-            [partial(bench.run, inputs, instead=places) for inputs, places in found]
-            for bench in benches
-        ]
-
-    def new_outputs(self) -> dict[str, Guarded]:
-        """Room for the outputs of one kernel."""
-        return {
-            out.name: Guarded(out.shape, TORCH_DTYPE[out.dtype], self.device)
-            for out in self.operation.outputs(self.problem)
-        }
-
-    def bench(self, candidate: Candidate) -> Bench:
-        runner = self.operation.load(candidate.cubin, candidate.spec, self.problem)
-        return Bench(runner, self.outputs, self.device)
 
 
 class Session:
