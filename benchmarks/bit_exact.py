@@ -108,7 +108,7 @@ def run_on_gpu(
         return tensor.cuda()
 
     named = {tensor.name: getattr(inputs, tensor.name) for tensor in signature.inputs}
-    given = {name: put(name, tensor) for name, tensor in named.items() if tensor is not None}
+    given = {name: put(name, tensor) for name, tensor in named.items() if torch.is_tensor(tensor)}
     outputs = {name: put(name, torch.full_like(out, torch.nan)) for name, out in like.items()}
     workspace = torch.full((launch.workspace_bytes,), 0xFF, dtype=torch.uint8, device="cuda")
     workspace[: launch.scratch_offset] = 0

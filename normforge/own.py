@@ -83,7 +83,7 @@ class OwnPackage:
         kernel = None if choice.kernel is None else choice.kernel.file
         return {"how": choice.how, "reason": choice.reason, "kernel": kernel}
 
-    def backward(self, **tensors: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    def backward(self, **tensors: torch.Tensor | float | None) -> dict[str, torch.Tensor]:
         """The outputs of the operation by name, from its inputs by name. Works under torch.compile,
         in CUDA graphs and on the CPU. Raises TypeError or ValueError for what does not fit."""
         signature = self.operation.signature
@@ -147,10 +147,12 @@ class _Node(torch.autograd.Function):
         compute = wide_dtype(x)
         wide = dict(zip(names, (given.to(compute) for given in arguments), strict=True))
         result, saved = operation.forward(**wide)
-        kept = {}
+        kept, ctx.numbers = {}, {}
         for name, value in saved.items():
             tensor = operation.signature[name]
-            if value is wide.get(name):  # as it was given, and not a copy
+            if tensor.role == "number":
+                ctx.numbers[name] = float(value)
+            elif value is wide.get(name):  # as it was given, and not a copy
                 given = arguments[names.index(name)]
                 kept[name] = given.to(x.dtype) if tensor.role == "rows" else given
             elif tensor.role == "columns":
@@ -170,7 +172,7 @@ class _Node(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         package = ctx.package
         saved = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
-        found = package.backward(**saved, **{ctx.incoming: dy})
+        found = package.backward(**saved, **ctx.numbers, **{ctx.incoming: dy})
         outputs = package.operation.gradients.values()
         gradients = (found[name].to(d) for name, d in zip(outputs, ctx.dtypes, strict=True))
         return None, *gradients
@@ -195,7 +197,12 @@ def _operator_of(operation: RowOperation) -> Any:
         return _operators[operation.name]
     signature = operation.signature
     optional = {t.name for t in signature.inputs if t.late or t.role == "columns"}
-    takes = ", ".join(f"Tensor{'?' * (n.name in optional)} {n.name}" for n in signature.inputs)
+    numbers = {t.name for t in signature.numbers}
+
+    def declared(name: str) -> str:
+        return f"float {name}" if name in numbers else f"Tensor{'?' * (name in optional)} {name}"
+
+    takes = ", ".join(declared(tensor.name) for tensor in signature.inputs)
     results = _results(operation)
     gives = "Tensor" if len(results) == 1 else f"({', '.join(['Tensor'] * len(results))})"
 

@@ -183,7 +183,8 @@ def _request(
     M, N = getattr(inputs, signature.early[0].name).shape
     rows_at = _rows_at(signature, N, layout, options.inner)
     arguments = argument_layout(signature)
-    extent = extent_of(signature, M, N, rows_at, launch.group)
+    given = {tensor.name: getattr(inputs, tensor.name) for tensor in signature.inputs}
+    extent = extent_of(signature, M, N, rows_at, launch.group, given)
     extent = extent._replace(dw_mode=options.dw_mode, weight_offset=inputs.offset)
     addresses = [(at, name) for name, at in arguments.places.items()]
     addresses += zip(arguments.workspace_at, ("counters", "zeroed", "scratch"), strict=True)
@@ -235,6 +236,8 @@ def _buffers(
     M, N = shape
     shapes = {"rows": shape, "row": (M,), "columns": (N,)}
     for tensor in signature.tensors:
+        if tensor.role == "number":
+            continue
         content = None if tensor.output else getattr(inputs, tensor.name)
         dtype = _dtype(tensor, spec, options.dw_mode)
         if tensor.output:

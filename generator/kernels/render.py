@@ -144,7 +144,7 @@ def render(variant: Variant, *, comments: bool = True, include: bool = False) ->
 
 def expressions(signature: Signature) -> dict[str, Any]:
     """What the name of every tensor stands for in a kernel: element i of its row u, or the number
-    of that row. `row_sums` are the row sums, `results` the arrays of the outputs."""
+    of that row or of the call. `row_sums` are the row sums, `results` the arrays of the outputs."""
     results = {
         output.name: f"out_{output.name}" if i else "out"
         for i, output in enumerate(signature.outputs)
@@ -156,6 +156,8 @@ def expressions(signature: Signature) -> dict[str, Any]:
     }
     for tensor in signature.early:
         found[tensor.name] = f"element<Element>({tensor.value}[u][j].words, i)"
+    for tensor in signature.numbers:
+        found[tensor.name] = f"args.{tensor.name}"
     for tensor in signature.statistics:
         found[tensor.name] = f"{tensor.value}[u]"
     if signature.columns:

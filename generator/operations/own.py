@@ -80,7 +80,7 @@ def _faults(operation: RowOperation, path: Path) -> Iterator[str]:
         problem = Problem(*_FEW, "fp32", "fp32", operation=operation.name)
         given = make_inputs(operation, inputs_class(operation.signature), problem, _CPU)
         tensors = {t.name: getattr(given, t.name) for t in operation.signature.inputs}
-        wide = {name: v if v is None else v.double() for name, v in tensors.items()}
+        wide = {name: v.double() if torch.is_tensor(v) else v for name, v in tensors.items()}
         missing = _written(operation.signature) - terms_of(operation, wide, torch.float64).keys()
         if missing:
             yield f"terms() has no '{min(missing)}'"
@@ -140,7 +140,7 @@ def _faults_of_formula(
     result, saved = operation.forward(**arguments)
     dy = torch.randn(result.shape, generator=generator, dtype=torch.float64)
     exact = torch.autograd.grad(result, list(arguments.values()), dy)
-    given = {name: value.detach() for name, value in saved.items()}
+    given = {name: v.detach() if torch.is_tensor(v) else v for name, v in saved.items()}
     given[incoming_gradient(operation)] = dy
     given |= {name: tensors[name] for name in tensors if name not in given}
     ours = evaluate(operation, given)

@@ -86,11 +86,11 @@ def _saved(
     matrices: dict[str, torch.Tensor],
     columns: dict[str, torch.Tensor],
     offset: float,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Any]:
     """What the forward saves, by the names of inputs, each in its own dtype. The columns that are
     an input are those that are given, without the offset."""
     assert operation.forward is not None
-    signature, found = operation.signature, {}
+    signature, found = operation.signature, dict[str, Any]()
     device = next(iter(matrices.values())).device
     for part in row_slices(problem.M, problem.N):
         rows = {name: matrix[part].double() for name, matrix in matrices.items()}
@@ -104,6 +104,9 @@ def _saved(
                     f"operation {operation.name}: forward() saves '{name}', which is no tensor of "
                     "the signature"
                 ) from None
+            if tensor.role == "number":
+                found[name] = float(value)
+                continue
             if tensor.role == "columns":
                 dtype = TORCH_DTYPE[problem.weight_dtype]
                 given = value is shared.get(name)  # without the offset, which kernels add

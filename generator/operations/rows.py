@@ -34,10 +34,10 @@ from normforge.spec import KernelSpec, Launch, plan_launch
 
 
 def _spec(tensor: Tensor, problem: Problem) -> TensorSpec | None:
-    """A tensor of a problem, None where the problem has none."""
+    """A tensor of a problem, None where the problem has none and for a number."""
     M, N = problem.M, problem.N
     dtype = getattr(problem, tensor.option) if tensor.option else problem.dtype
-    if not dtype or (tensor.copy_of and dtype == problem.dtype):
+    if tensor.role == "number" or not dtype or (tensor.copy_of and dtype == problem.dtype):
         return None
     if tensor.role == "rows":
         return TensorSpec(tensor.name, (M, N), dtype)
@@ -81,7 +81,7 @@ def make_reference(operation: RowOperation, problem: Problem, inputs: Any) -> Re
     for part in row_slices(M, N):
         sliced = {
             tensor.name: given[tensor.name]
-            if tensor.role == "columns" or given[tensor.name] is None
+            if tensor.role in ("columns", "number") or given[tensor.name] is None
             else given[tensor.name][part]
             for tensor in signature.inputs
         }
@@ -133,7 +133,8 @@ def floor(
 def inputs_class(signature: Signature) -> Any:
     """The class of the inputs of a call: a dataclass with a field for every input of the signature
     and `offset`, which is added to the columns in fp32."""
-    needed = [(t.name, torch.Tensor) for t in signature.inputs if not t.option]
+    kinds = {"number": float}
+    needed = [(t.name, kinds.get(t.role, torch.Tensor)) for t in signature.inputs if not t.option]
     late = [(t.name, torch.Tensor | None, None) for t in signature.inputs if t.option]
     return make_dataclass("Inputs", [*needed, ("offset", float, 0.0), *late])
 
@@ -165,7 +166,8 @@ def run_rows(
     columns = first.shape[-1]
     strided = {tensor.name: tensors.get(tensor.name) for tensor in signature.strided}
     layouts = {name: _layout(rows) for name, rows in strided.items() if rows is not None}
-    extent = extent_of(signature, first.numel() // columns, columns, layouts, launch.group)
+    rows = first.numel() // columns
+    extent = extent_of(signature, rows, columns, layouts, launch.group, tensors)
     extent = extent._replace(dw_mode=dw_mode, weight_offset=inputs.offset)
     place = workspace.data_ptr()
     at = (torch.cuda.current_stream().cuda_stream, place, place + launch.scratch_offset)

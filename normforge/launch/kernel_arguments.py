@@ -31,7 +31,7 @@ class Extent(NamedTuple):
     strides: elements between rows, of every strided tensor of the signature. gaps: elements of a
     gap behind some rows, as between the heads of one token and the next in a packed tensor, of
     every early tensor; gap_factor: see there, 0 where all rows lie at one stride. group: the
-    launch's.
+    launch's. numbers: those of the signature.
     """
 
     rows: int
@@ -42,24 +42,33 @@ class Extent(NamedTuple):
     group: int
     dw_mode: int = DW_IN_WEIGHT_DTYPE
     weight_offset: float = 0.0
+    numbers: tuple[float, ...] = ()
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """In the order in which the kernel takes them."""
-        return (self.rows, *self.strides, *self.gaps, *self[3:])
+        """In the order in which the kernel takes them, but for the numbers."""
+        return (self.rows, *self.strides, *self.gaps, *self[3:-1])
 
 
 def extent_of(
-    signature: Signature, rows: int, columns: int, layouts: Mapping[str, RowLayout], group: int
+    signature: Signature,
+    rows: int,
+    columns: int,
+    layouts: Mapping[str, RowLayout],
+    group: int,
+    given: Mapping[str, Any] | None = None,
 ) -> Extent:
     """The numbers of a call whose tensors have these layouts, by name. All early ones have the same
-    `inner`; the rows of others without a layout lie one behind the other."""
+    `inner`; the rows of others without a layout lie one behind the other. given: what the call is
+    given by name, of which the signature's numbers are taken."""
     dense = RowLayout(columns)
     strides = (layouts.get(tensor.name, dense).stride for tensor in signature.strided)
     early = [layouts.get(tensor.name, dense) for tensor in signature.early]
     heads = early[0].inner
     gaps = tuple(at.outer - heads * at.stride for at in early)
-    return Extent(rows, tuple(strides), gaps, gap_factor(rows, heads), columns, group)
+    numbers = tuple(float((given or {})[tensor.name]) for tensor in signature.numbers)
+    extent = (rows, tuple(strides), gaps, gap_factor(rows, heads), columns, group)
+    return Extent(*extent, numbers=numbers)
 
 
 class ArgumentLayout:
@@ -67,20 +76,22 @@ class ArgumentLayout:
 
     The main kernel's are one structure (templates/row_kernel.cu.j2): the addresses of the leading
     tensors; counters, zeroed words and scratch; rows, strides and gaps; columns, group, mode and
-    offset; the addresses of the tensors behind. pack_addresses: writes the addresses of all leading
-    tensors, in the order of the signature, 0 for None. behind_at: where the others stand. Offsets
-    are in bytes.
+    offset; the addresses of the tensors behind; the numbers. pack_addresses: writes the addresses
+    of all leading tensors, in the order of the signature, 0 for None. behind_at: where the others
+    stand. Offsets are in bytes.
     """
 
     def __init__(self, signature: Signature) -> None:
         self.signature = signature
         leading, behind = signature.leading, signature.behind
         strides, gaps = len(signature.strided), len(signature.early)
-        form = f"@{len(leading)}Q3Q{1 + strides + gaps}qI3if{len(behind)}Q"
-        self.main = struct.Struct(form)
+        form = f"@{len(leading)}Q3Q{1 + strides + gaps}qI3if"
+        first_behind = struct.calcsize(f"{form}0Q")
+        self.behind_at = tuple(first_behind + 8 * i for i in range(len(behind)))
+        form += f"{len(behind)}Q" if behind else ""
+        self.main = struct.Struct(f"{form}{len(signature.numbers)}f0Q")
         self.pack_addresses = struct.Struct(f"@{len(leading)}Q").pack_into
         size = self.main.size
-        self.behind_at = tuple(size - 8 * (len(behind) - i) for i in range(len(behind)))
         self.second_at = size
         self.size = size + SUM_ARGUMENTS.size
         names = [tensor.name for tensor in leading]
@@ -116,7 +127,8 @@ class ArgumentLayout:
         values = ctypes.create_string_buffer(self.size)
         workspace = (zeros, zeros + launch.zeroed_offset, scratch)
         leading, behind = [0] * len(signature.leading), [0] * len(signature.behind)
-        self.main.pack_into(values, 0, *leading, *workspace, *extent.values, *behind)
+        numbers = (*extent.values, *behind, *extent.numbers)
+        self.main.pack_into(values, 0, *leading, *workspace, *numbers)
         second = (scratch, 0, launch.partials, extent.columns, extent.dw_mode, extent.group)
         SUM_ARGUMENTS.pack_into(values, self.second_at, *second)
         return values

@@ -23,8 +23,8 @@ def terms_of(
     operation: RowOperation, tensors: Mapping[str, Any], compute: torch.dtype, offset: float = 0.0
 ) -> Terms:
     """The terms of an operation's outputs, in the dtype `compute`. tensors: by name; rows as
-    (..., N), numbers of each row in any shape, columns without one for ones. offset: is added to
-    the columns."""
+    (..., N), numbers of each row in any shape, columns without one for ones, numbers of the call as
+    they are. offset: is added to the columns."""
     signature = operation.signature
     shape = tensors[signature.early[0].name].shape
     given: dict[str, Any] = {}
@@ -34,6 +34,8 @@ def terms_of(
             given[tensor.name] = 1.0 + offset if found is None else found.to(compute) + offset
         elif tensor.role == "row":
             given[tensor.name] = found.to(compute).reshape(*shape[:-1], 1)
+        elif tensor.role == "number":
+            given[tensor.name] = found
         elif not tensor.late:
             given[tensor.name] = found.to(compute)
     return operation.terms(**given)

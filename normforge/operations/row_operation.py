@@ -21,8 +21,9 @@ class RowOperation:
     together.
 
     name: also of its template and its kernel. terms: takes the inputs by name, but for rows that
-    are added, in fp32 or float64: rows as (..., N), numbers of a row as (..., 1), columns as (N,);
-    it returns Terms, is differentiable, and is the operation's formula and its reference.
+    are added, in fp32 or float64: rows as (..., N), numbers of a row as (..., 1), columns as (N,),
+    numbers as they are; it returns Terms, is differentiable, and is the operation's formula and its
+    reference.
     forward: the operation whose backward this is, in PyTorch: takes the tensors that `gradients`
     names and returns the result and, by name, the inputs that it saves for the backward. gradients:
     by argument of `forward`, the output that is its gradient.

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-ROLES = ("rows", "row", "columns", "sums")
+ROLES = ("rows", "row", "columns", "sums", "number")
 """Of a tensor: M rows of N elements, one fp32 number for each row, N elements that all rows share,
-or sums over the rows of every column."""
+sums over the rows of every column, or one fp32 number that a call is given by value."""
 _RESERVED = re.compile(
     "alignas|asm|auto|bool|break|case|char|class|const|continue|default|delete|do|double|"
     "else|enum|extern|false|float|for|goto|if|inline|int|long|namespace|new|operator|private|"
@@ -32,7 +32,8 @@ _RESERVED = re.compile(
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor of an operation; `rows`, `row`, `columns` and `sums` make them.
+    """One tensor of an operation, or one number; `rows`, `row`, `columns`, `sums` and `number` make
+    them.
 
     name: by which calls, kernels, checks and reports know it. role: one of ROLES. output: whether
     the kernel writes it. late: of rows, whether they are added to the first output only, behind the
@@ -59,6 +60,8 @@ class Tensor:
         """The declaration of the kernel's argument."""
         if self.role == "sums":
             return f"void* {self.name};"
+        if self.role == "number":
+            return f"float {self.name};"
         kind = {"rows": "Element", "row": "float", "columns": "WeightElement"}[self.role]
         kind = "ResidualElement" if self.late or self.copy_of else kind
         return f"{'' if self.output else 'const '}{kind}* {self.name};"
@@ -83,6 +86,11 @@ def row(name: str, value: str = "", behind: bool = False) -> Tensor:
 def columns(name: str, note: str = "null: ones") -> Tensor:
     """N numbers that all rows share, of the problem's weight dtype. Ones without them."""
     return Tensor(name, "columns", note=note)
+
+
+def number(name: str) -> Tensor:
+    """One number of a call, as the eps of a norm: by value, in fp32."""
+    return Tensor(name, "number")
 
 
 def rows_out(name: str, note: str = "null: not wanted") -> Tensor:
@@ -169,12 +177,17 @@ class Signature:
     @cached_property
     def leading(self) -> tuple[Tensor, ...]:
         """The tensors whose addresses the arguments begin with."""
-        return tuple(tensor for tensor in self.tensors if not tensor.behind)
+        return tuple(t for t in self.tensors if not t.behind and t.role != "number")
 
     @cached_property
     def behind(self) -> tuple[Tensor, ...]:
-        """The tensors whose addresses the arguments end with."""
+        """The tensors whose addresses stand behind all other arguments but the numbers."""
         return tuple(tensor for tensor in self.tensors if tensor.behind)
+
+    @cached_property
+    def numbers(self) -> tuple[Tensor, ...]:
+        """What a call is given by value, which the arguments end with."""
+        return tuple(tensor for tensor in self.tensors if tensor.role == "number")
 
     @cached_property
     def inputs(self) -> tuple[Tensor, ...]:

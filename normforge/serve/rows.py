@@ -25,7 +25,9 @@ from .kernels import Source
 from .options import DTYPES
 from .warn_once import WarnOnce
 
-Tensors = Mapping[str, "torch.Tensor | None"]
+Tensors = Mapping[str, Any]
+"""What a call is given, by name: tensors, None for one that it does without, and numbers."""
+_KINDS = ("tensor", "number")
 
 
 class RowServer:
@@ -42,8 +44,8 @@ class RowServer:
     def __call__(self, tensors: Tensors) -> dict[str, torch.Tensor]:
         """All outputs by name, but for copies that are not asked for: those with rows in the dtype
         and shape of the first input, sums in that of the columns. tensors: the inputs by name, rows
-        of shape (..., N). Raises TypeError or ValueError, in one sentence, for what does not fit
-        together."""
+        of shape (..., N), numbers as a float. Raises TypeError or ValueError, in one sentence, for
+        what does not fit together."""
         x = self._check(tensors)
         if collecting.recorder is not None:
             columns, added = self._columns_of(tensors), added_to(self.operation.signature, tensors)
@@ -84,13 +86,16 @@ class RowServer:
             given = tensors.get(tensor.name)
             if given is None and not (tensor.late or tensor.role == "columns"):
                 raise TypeError(f"{self.operation.name} needs {tensor.name}")
-            if given is not None and not isinstance(given, torch.Tensor):
-                raise TypeError(f"{tensor.name} must be a tensor, got {type(given).__name__}")
-        x = tensors[signature.early[0].name]
-        assert x is not None
+            numeric = tensor.role == "number"
+            kind: Any = (int, float) if numeric else torch.Tensor
+            if given is not None and not isinstance(given, kind):
+                raise TypeError(
+                    f"{tensor.name} must be a {_KINDS[numeric]}, got {type(given).__name__}"
+                )
+        x: torch.Tensor = tensors[signature.early[0].name]
         for tensor in signature.inputs:
             given = tensors.get(tensor.name)
-            if given is not None:
+            if given is not None and tensor.role != "number":
                 self._check_one(tensor, given, x)
         return x
 
@@ -157,7 +162,7 @@ class RowServer:
         loaded = self._source(x.device.index).loaded.get(choice.kernel)
         launch = plan_launch(choice.kernel.spec, x.numel() // N)
         made = self.outputs(x, given)
-        extent = extent_of(signature, x.numel() // N, N, layouts, launch.group)
+        extent = extent_of(signature, x.numel() // N, N, layouts, launch.group, given)
         self._launch(loaded, launch, extent, {**given, **made})
         return made
 

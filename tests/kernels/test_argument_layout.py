@@ -29,9 +29,11 @@ from normforge.launch.kernel_arguments import (
 from normforge.launch.row_layout import RowLayout, gap_factor
 from normforge.operations import OPERATIONS, RMSNORM_BACKWARD, Signature
 from normforge.operations.signature import (
+    Tensor,
     added_rows,
     columns,
     copied_rows,
+    number,
     row,
     rows,
     rows_out,
@@ -72,6 +74,11 @@ def as_compiled(struct: str) -> type[ctypes.Structure]:
     return type("Arguments", (ctypes.Structure,), {"_fields_": members})
 
 
+def addressed(signature: Signature) -> list[Tensor]:
+    """What a call is given by address."""
+    return [tensor for tensor in signature.tensors if tensor.role != "number"]
+
+
 def places(structure: type[ctypes.Structure]) -> dict[str, tuple[int, int]]:
     """Where each member begins and ends."""
     found = {name: getattr(structure, name) for name, *_ in structure._fields_}
@@ -92,6 +99,7 @@ def packed(layout: ArgumentLayout) -> tuple[bytes, dict[str, Any]]:
         group=launch.group,
         dw_mode=DW_ADDED,
         weight_offset=0.625,
+        numbers=tuple(0.125 + i for i in range(len(signature.numbers))),
     )
     block = layout.block(launch, extent, 1 << 20, 1 << 50)
     leading = [(1 << 48) + 64 * i for i in range(len(signature.leading))]
@@ -103,6 +111,7 @@ def packed(layout: ArgumentLayout) -> tuple[bytes, dict[str, Any]]:
         *(*extent.strides, *extent.gaps),
         *(extent.gap_factor, extent.columns, extent.group, extent.dw_mode, extent.weight_offset),
         *behind,
+        *extent.numbers,
     )
     assert len(set(values)) == len(values)
     second = (1 << 50, launch.partials, extent.columns, DW_ADDED, extent.group)
@@ -160,7 +169,7 @@ def test_a_compiler_reads_what_the_host_packs(name: str, tmp_path: Path) -> None
     found = {arg: (int(at), float(value)) for arg, at, value in map(str.split, said)}
     assert [*found] == [*names]
     assert {arg: value for arg, (_, value) in found.items()} == {n: values[n] for n in names}
-    assert {arg: found[arg][0] for arg in signature.names} == layout.places
+    assert {t.name: found[t.name][0] for t in addressed(signature)} == layout.places
     assert tuple(found[arg][0] for arg in WORKSPACE) == layout.workspace_at
     assert layout.scratch_at[0] == found["scratch"][0]
 
@@ -170,13 +179,14 @@ def test_a_compiler_reads_what_the_host_packs(name: str, tmp_path: Path) -> None
 
 @st.composite
 def signatures(draw: st.DrawFn) -> Signature:
-    """Any order of 1 to 4 rows, up to 2 numbers of a row, columns, a residual, 1 to 3 outputs, and
-    up to 3 sums of every column."""
+    """Any order of 1 to 4 rows, up to 2 numbers of a row, columns, a residual, 1 to 3 outputs, up
+    to 3 sums of every column, and up to 3 numbers of the call."""
     outputs = draw(st.integers(1, 3))
     tensors = [rows(f"in_{i}") for i in range(draw(st.integers(1, 4)))]
     tensors += [rows_out(f"out_{i}") for i in range(outputs)]
     for i in range(draw(st.integers(0, 2))):
         tensors.append(row(f"of_row_{i}", behind=draw(st.booleans())))
+    tensors += [number(f"of_call_{i}") for i in range(draw(st.integers(0, 3)))]
     tensors += [columns("shared")] * draw(st.booleans())
     if draw(st.booleans()):
         of = f"out_{draw(st.integers(0, outputs - 1))}"
@@ -194,7 +204,7 @@ def test_layout_of_any_signature_is_that_of_its_structure(signature: Signature) 
     layout, structure = ArgumentLayout(signature), as_compiled(struct_of(signature))
     found = places(structure)
     assert tuple(found) == argument_names(signature)
-    assert {name: found[name][0] for name in signature.names} == layout.places
+    assert {t.name: found[t.name][0] for t in addressed(signature)} == layout.places
     assert tuple(found[name][0] for name in WORKSPACE) == layout.workspace_at
     assert layout.behind_at == tuple(layout.places[t.name] for t in signature.behind)
     # The second kernel's behind the main one's, aligned, and no two in one place.

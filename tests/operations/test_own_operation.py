@@ -35,7 +35,7 @@ from tests.support.forward import H200
 from tests.support.samples import plain_variant
 
 EXAMPLES = REPOSITORY / "examples" / "own_operation"
-NAMES = ("softmax_backward", "gated_rmsnorm_backward")
+NAMES = ("softmax_backward", "modulated_rmsnorm_backward")
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
 
@@ -134,7 +134,7 @@ print(package.explain(64, 1024, "bf16")["kernel"])
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kinds"),
-    [("softmax_backward", ["rows"]), ("gated_rmsnorm_backward", ["rows", "rows", "columns"])],
+    [("softmax_backward", ["rows"]), ("modulated_rmsnorm_backward", ["rows", "rows", "columns"])],
 )
 def test_a_package_trains(tmp_path: Path, name: str, kinds: list[str]) -> None:
     """tune.py, where the file lies; the package has no other use for that folder."""
@@ -260,10 +260,10 @@ def served_by(server: RowServer) -> Any:
 
 def test_columns_that_the_forward_computes_have_the_dtype_of_columns(tmp_path: Path) -> None:
     for kind in ("py", "cu.j2"):
-        text = (EXAMPLES / f"gated_rmsnorm_backward.{kind}").read_text()
+        text = (EXAMPLES / f"modulated_rmsnorm_backward.{kind}").read_text()
         text = text.replace('"weight": weight}', '"weight": weight + 0}')
-        (tmp_path / f"gated_rmsnorm_backward.{kind}").write_text(text)
-    name = add(tmp_path / "gated_rmsnorm_backward.py")
+        (tmp_path / f"modulated_rmsnorm_backward.{kind}").write_text(text)
+    name = add(tmp_path / "modulated_rmsnorm_backward.py")
     for text, dtype in (("5x24:bf16", torch.bfloat16), ("5x24:bf16:fp32", torch.float32)):
         problem = Problem.parse(text, name)
         assert known.operation_of(problem).make_inputs(problem, CPU).weight.dtype == dtype

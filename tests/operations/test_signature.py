@@ -198,7 +198,10 @@ def drawn(operation: RowOperation, offset: float = 0.0) -> tuple[dict[str, Any],
     result, saved = operation.forward(**shifted)
     dy = random(M, N)
     exact = torch.autograd.grad(result, list(leaves.values()), dy)
-    given = {name: leaves.get(name, value).detach() for name, value in saved.items()}
+    given = {
+        name: leaves.get(name, value).detach() if torch.is_tensor(value) else value
+        for name, value in saved.items()
+    }
     (incoming,) = (tensor.name for tensor in signature.early if tensor.name not in saved)
     return given | {incoming: dy}, dict(zip(operation.gradients.values(), exact, strict=True))
 
@@ -241,11 +244,11 @@ def test_the_second_sum_of_layernorm_is_the_gradient_of_its_bias() -> None:
 @each_operation
 def test_options_change_what_they_are_for_alone(operation: RowOperation) -> None:
     given, _ = drawn(operation)
-    (late,), (columns_of,) = operation.signature.late, [operation.signature.columns]
-    plain, more = evaluate(operation, given), torch.ones(M, N, dtype=torch.float32)
-    added = evaluate(operation, {**given, late.name: more})
-    assert added["dx"].dtype == torch.float64  # that of x
-    assert torch.equal(added["dx"], plain["dx"] + 1) and torch.equal(added["dw"], plain["dw"])
+    columns_of, plain = operation.signature.columns, evaluate(operation, given)
+    for late in operation.signature.late:
+        added = evaluate(operation, {**given, late.name: torch.ones(M, N, dtype=torch.float32)})
+        assert added["dx"].dtype == torch.float64  # that of x
+        assert torch.equal(added["dx"], plain["dx"] + 1) and torch.equal(added["dw"], plain["dw"])
     ones = torch.ones(N, dtype=torch.float64)
     without = evaluate(operation, {**given, columns_of.name: None}, offset=0.5)
     with_ones = evaluate(operation, {**given, columns_of.name: ones}, offset=0.5)
@@ -260,11 +263,12 @@ def test_options_change_what_they_are_for_alone(operation: RowOperation) -> None
 def test_numbers_of_a_row_come_in_any_shape_and_rows_in_any_dtype(operation: RowOperation) -> None:
     given, _ = drawn(operation)
     plain = evaluate(operation, given)
+    numbers = {tensor.name: given.pop(tensor.name) for tensor in operation.signature.numbers}
     shaped = {
         name: tensor.reshape(M, 1, 1, N) if tensor.shape == (M, N) else tensor.flatten()
         for name, tensor in given.items()
     }
-    again = evaluate(operation, shaped)
+    again = evaluate(operation, shaped | numbers)
     assert again["dx"].shape == (M, 1, 1, N)
     assert torch.equal(again["dx"].view(M, N), plain["dx"])
     assert torch.equal(again["dw"], plain["dw"])
@@ -272,7 +276,7 @@ def test_numbers_of_a_row_come_in_any_shape_and_rows_in_any_dtype(operation: Row
         name: tensor.to(torch.bfloat16 if tensor.shape[-1] == N else torch.float32)
         for name, tensor in given.items()
     }
-    found = evaluate(operation, narrow)
+    found = evaluate(operation, narrow | numbers)
     assert {out.dtype for out in found.values()} == {torch.float32}  # rounded by whoever asks
 
 

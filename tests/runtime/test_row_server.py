@@ -20,6 +20,7 @@ from normforge.operations.signature import (
     added_rows,
     columns,
     copied_rows,
+    number,
     row,
     rows,
     rows_out,
@@ -47,10 +48,15 @@ BLEND = RowOperation(
     signature=Signature(
         *(rows("a"), rows_out("p"), row("s", behind=True), rows("b"), columns("g")),
         *(sums("t", count=2), rows("c"), rows_out("q"), row("r")),
-        *(added_rows("d", option="residual"), copied_rows("e", "p", option="residual")),
+        *(number("h"), added_rows("d", option="residual")),
+        copied_rows("e", "p", option="residual"),
         row_sums=1,
     ),
-    terms=lambda a, b, c, g, r, s: {"p": (a * s, b * g), "q": (c * r, a), "t": (b * c, a * b)},
+    terms=lambda a, b, c, g, r, s, h: {
+        "p": (a * s, b * g),
+        "q": (c * r, a * h),
+        "t": (b * c, a * b),
+    },
 )
 WIDE = replace(
     SPEC,
@@ -92,6 +98,7 @@ class Device(FakeDriver):
         given |= {name: read(getattr(args, name), args.rows, torch.float32) for name in "rs"}
         given["g"] = read(args.g, args.columns, torch.float32) if args.g else None
         given["d"] = gather("d", self.residual) if args.d else None
+        given["h"] = args.h
         found = evaluate(BLEND, given)
         assert (args.p_stride, args.q_stride) == (args.columns, args.columns)
         for name in "pqt":
@@ -135,7 +142,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def plain(**change: Any) -> dict[str, Any]:
     given = {name: random(*SHAPE) + i for i, name in enumerate("abc")}
-    return given | {"s": random(*SHAPE[:-1]), "r": random(M, 1), "g": random(N)} | change
+    return given | {"s": random(*SHAPE[:-1]), "r": random(M, 1), "g": random(N), "h": 3} | change
 
 
 def check(found: Any, tensors: dict[str, Any]) -> None:
@@ -312,7 +319,8 @@ def test_results_have_the_dtypes_of_what_they_belong_to(
 
 def test_no_rows_have_sums_of_zero(server: RowServer) -> None:
     tensors = {name: torch.empty(0, N) for name in "abc"}
-    found = server(tensors | {"s": torch.empty(0), "r": torch.empty(0), "g": random(N)})
+    others = {"s": torch.empty(0), "r": torch.empty(0), "g": random(N), "h": 1.5}
+    found = server(tensors | others)
     assert (found["p"].shape, found["t"].tolist()) == ((0, N), [[0.0] * N] * 2)
 
 
@@ -320,6 +328,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "another name": ({"x": random(*SHAPE)}, "blend takes no 'x'"),
     "one that is missing": ({"b": None}, "blend needs b"),
     "no number of each row": ({"s": None}, "blend needs s"),
+    "no number of the call": ({"h": None}, "blend needs h"),
+    "a tensor for a number": ({"h": random(1)}, "h must be a number, got Tensor"),
     "no tensor": ({"c": 3.0}, "c must be a tensor, got float"),
     "another shape": ({"b": random(M, N)}, "b must have the shape (4, 6, 16) of a, got (24, 16)"),
     "another dtype": ({"b": random(*SHAPE).half()}, "b must be of torch.float32, got"),
@@ -333,7 +343,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "a must be floating rows of at least one element, got torch.int64 of shape (4, 6, 16)",
     ),
     "no columns": (
-        {name: torch.ones(4, 0) for name in "abc"} | {"s": torch.ones(4), "r": torch.ones(4)},
+        {name: torch.ones(4, 0) for name in "abc"}
+        | {"s": torch.ones(4), "r": torch.ones(4), "h": 1},
         "a must be floating rows of at least one element",
     ),
     "another device": ({"c": torch.empty(SHAPE, device="meta")}, "c is on meta and a on cpu"),

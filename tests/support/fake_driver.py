@@ -113,7 +113,7 @@ def argument_names(signature: Signature) -> tuple[str, ...]:
         *(f"{tensor.name}_stride" for tensor in signature.strided),
         *(f"{tensor.name}_gap" for tensor in signature.early),
         *("gaps", "columns", "group", "dw_mode", "weight_offset"),
-        *(tensor.name for tensor in signature.behind),
+        *(tensor.name for tensor in (*signature.behind, *signature.numbers)),
     )
 
 

@@ -39,6 +39,9 @@ inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+inline float __frsqrt_rn(float a) {
+  return static_cast<float>(1.0L / __builtin_sqrtl(static_cast<long double>(a)));
+}
 
 struct bf16 { unsigned short bits; };
 struct fp16 { unsigned short bits; };
