@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 
 from generator.paths import SEARCH_SPACES, TEMPLATES
@@ -21,15 +22,14 @@ def template_of(operation: str) -> Path:
 
 
 def space_of(operation: str) -> Path:
-    """The file of an operation's search space: its own, or that of operations like it."""
+    """The file of an operation's search space: its own, that of the first operation of the library
+    with its tensors, or else of one with as many sums of a column."""
     beside = FILES[operation].with_name(f"{operation}.yaml") if operation in FILES else None
     for path in (beside, SEARCH_SPACES / f"{operation}.yaml"):
         if path is not None and path.exists():
             return path
-    sums = operations.signature_of(operation).column_sums
-    like = (
-        name
-        for name, known in operations.OPERATIONS.items()
-        if name not in FILES and known.signature.column_sums == min(sums, 2)
-    )
-    return SEARCH_SPACES / f"{next(like, 'rows_alone')}.yaml"
+    signature = operations.signature_of(operation)
+    ours = {name: o.signature for name, o in operations.OPERATIONS.items() if name not in FILES}
+    alike = (name for name, other in ours.items() if other == signature)
+    counts = (n for n, o in ours.items() if o.column_sums == min(signature.column_sums, 2))
+    return SEARCH_SPACES / f"{next(chain(alike, counts), 'rows_alone')}.yaml"

@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from generator.errors import NormforgeError
+from generator.operations.gated_rmsnorm_backward import GATED_BACKWARDS
 from generator.operations.layernorm_backward import LAYERNORM_BACKWARD
 from generator.operations.operation import Operation
 from generator.operations.own import add_operation, add_operations_of_run
@@ -23,6 +24,7 @@ OPERATIONS = {
         RMSNORM_FORWARD,
         LAYERNORM_BACKWARD,
         RMSNORM_INVARIANT_BACKWARD,
+        *GATED_BACKWARDS,
     )
 }
 add_operations_of_run(OPERATIONS)
@@ -49,6 +51,7 @@ def operation_of(problem: Problem) -> Operation:
 
 
 __all__ = [
+    "GATED_BACKWARDS",
     "LAYERNORM_BACKWARD",
     "OPERATIONS",
     "RMSNORM_BACKWARD",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from .gated_rmsnorm_backward import GATED_BACKWARDS
 from .layernorm_backward import LAYERNORM_BACKWARD
 from .rmsnorm_backward import RMSNORM_BACKWARD
 from .row_operation import RowOperation
@@ -24,7 +25,12 @@ RMSNORM_INVARIANT_BACKWARD = replace(RMSNORM_BACKWARD, name="rmsnorm_invariant_b
 
 OPERATIONS: dict[str, RowOperation] = {
     operation.name: operation
-    for operation in (RMSNORM_BACKWARD, LAYERNORM_BACKWARD, RMSNORM_INVARIANT_BACKWARD)
+    for operation in (
+        RMSNORM_BACKWARD,
+        LAYERNORM_BACKWARD,
+        RMSNORM_INVARIANT_BACKWARD,
+        *GATED_BACKWARDS.values(),
+    )
 }
 """By name; `register` adds a user's own."""
 
@@ -43,6 +49,7 @@ def signature_of(operation: str) -> Signature:
 
 
 __all__ = [
+    "GATED_BACKWARDS",
     "LAYERNORM_BACKWARD",
     "OPERATIONS",
     "RMSNORM_BACKWARD",

@@ -18,6 +18,7 @@ from generator.evaluate.verify.determinism import check_repeats, digest
 from generator.evaluate.verify.guarded import Guarded
 from generator.kernels.render import render
 from generator.operations import (
+    GATED_BACKWARDS,
     LAYERNORM_BACKWARD,
     OPERATIONS,
     RMSNORM_BACKWARD,
@@ -32,6 +33,7 @@ from generator.paths import TEMPLATES
 from generator.problem import ITEMSIZE, Problem, sums_of
 from normforge import operations as library
 from normforge.launch.forward_call import _ARGUMENTS
+from normforge.operations.gated_rmsnorm_backward import gated_rmsnorm
 from normforge.serve.forward import reference_forward
 from normforge.serve.reference import reference_backward
 from tests.support.forward import EPS, H200, drawn, of_kind, output_fault
@@ -74,6 +76,8 @@ def exact(operation: Operation, inputs: Any) -> dict[str, torch.Tensor]:
         return dict(zip(("dx", "dw"), found, strict=False))
     if operation is LAYERNORM_BACKWARD:
         return layer_norm(inputs)
+    if operation in GATED_BACKWARDS:
+        return gated(operation, inputs)
     names = ("y", "rstd", "residual_out")
     given = (inputs.x, inputs.weight, EPS, inputs.offset, inputs.residual)
     found = dict(zip(names, reference_forward(*given), strict=False))
@@ -92,6 +96,18 @@ def layer_norm(inputs: Any) -> dict[str, torch.Tensor]:
         dx += inputs.dresidual.double()
     found = {"dx": dx.to(dtype), "dw": torch.cat((dgamma, dbeta)).to(inputs.weight.dtype)}
     return found
+
+
+def gated(operation: Operation, inputs: Any) -> dict[str, torch.Tensor]:
+    """What PyTorch's autograd gives in float64, rounded once."""
+    kind = next(k for k, one in library.GATED_BACKWARDS.items() if one.name == operation.name)
+    leaves = [inputs.x.double(), inputs.z.double(), inputs.weight.double() + inputs.offset]
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    y = gated_rmsnorm(*leaves, inputs.eps, *kind)
+    found = torch.autograd.grad(y, leaves, inputs.dy.double())
+    given = (inputs.x, inputs.z, inputs.weight)
+    pairs = zip(("dx", "dz", "dw"), found, given, strict=True)
+    return {name: one.to(like.dtype) for name, one, like in pairs}
 
 
 def bench_of(operation: Operation, problem: Problem, compute: Any) -> Bench:
