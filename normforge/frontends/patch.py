@@ -20,21 +20,19 @@ import torch
 from ..torch_internals import disable_modes
 from .rms_norm import Norm
 from .tried import (
-    are_close,
-    dtypes_of_results,
-    evenly,
-    results_of,
-    rows_to_try,
-    try_training,
+    EPS_NAMES,
+    UNTRIED,
+    eps_of,
+    formula_of,
+    is_called_so,
     what_tells,
+    with_its_dtype,
 )
 
 CASTINGS = ("llama", "gemma", "torch")
-_EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
 _ORIGINAL, _SERVED = "_normforge_original", "_normforge_served"
 REMADE = "_normforge_remade"  # of a ModuleForward: what makes it again out of a pickle
 _LIBRARY = Path(__file__).parent.parent
-_UNTRIED = "untried"
 ALREADY = "a package serves it already"
 _log = logging.getLogger(__name__)
 
@@ -76,36 +74,41 @@ def patch(norm: Norm, model: torch.nn.Module, casting: str | None = None) -> lis
             return ALREADY
         if not _looks_like_one(module):
             return "it is not one weight, an eps and a forward of one argument"
-        formula = _formula_of(module)
+        formula = formula_of(module)
         if casting is not None:
             told = "gemma" if casting == "gemma" else "torch"
-            if formula not in (told, _UNTRIED):
+            if formula not in (told, UNTRIED):
                 return f"it computes something else than {casting}"
             return _forward_of(norm, casting)
-        if formula == _UNTRIED:
+        if formula == UNTRIED:
             return "it raises an error on rows in fp32 on the CPU, in two to four dimensions"
         if formula is None:
             return "it computes something else than xhat * w and xhat * (1 + w)"
-        found = _with_its_dtype(module, formula)
+        found = with_its_dtype(module, formula)
         return "its results have other dtypes" if found is None else _forward_of(norm, found)
 
     return replace_forwards(model, "RMSNorm", forward_for)
 
 
 def replace_forwards(
-    model: torch.nn.Module, norm: str, forward_for: Callable[[Any], ModuleForward | str]
+    model: torch.nn.Module,
+    norm: str,
+    forward_for: Callable[[Any], ModuleForward | str],
+    may_be_one: Callable[[Any], bool] | None = None,
+    quiet: bool = False,
 ) -> list[str]:
     """Give modules of a model other forwards; their names. norm: what they are, so that packages of
-    two norms patch one model; also the name of PyTorch's class. forward_for: the same function for
-    modules that are alike, or why one is left alone."""
+    two norms patch one model; also the name of PyTorch's class, if it has one. forward_for: the
+    same function for modules that are alike, or why one is left alone. may_be_one: whether a module
+    is asked about, by default if it is an instance of that class or called a norm. quiet: without a
+    warning if no norm is served."""
     _check_module(model)
     _free(model, norm)
     served, left = [], Counter[tuple[type, str]]()
     known: dict[Any, ModuleForward | str] = {}
     for name, module in model.named_modules():
         kind: Any = type(module)
-        named_so = kind.__name__.lower().endswith("norm")
-        if not named_so and not isinstance(module, getattr(torch.nn, norm)):
+        if not (may_be_one or partial(is_called_so, norm))(module):
             continue
         found: ModuleForward | str = "it has a forward of its own, as a hook of accelerate gives it"
         if "forward" not in vars(module):
@@ -121,11 +124,11 @@ def replace_forwards(
         else:
             module.__class__ = _patched(kind, norm, found)
             served.append(name)
-    _summarise(norm, len(served), left)
+    _summarise(norm, len(served), left, quiet)
     return served
 
 
-def _summarise(norm: str, served: int, left: Counter[tuple[type, str]]) -> None:
+def _summarise(norm: str, served: int, left: Counter[tuple[type, str]], quiet: bool) -> None:
     """Say in one line what was served, as a warning if that is nothing at all."""
     count = sum(left.values())
     words = f"patch serves {served} {norm}{'s' * (served != 1)} and leaves {count} alone"
@@ -136,7 +139,7 @@ def _summarise(norm: str, served: int, left: Counter[tuple[type, str]]) -> None:
         pytorchs = other != norm and kind is getattr(torch.nn, other, None)
         if pytorchs and (_LIBRARY / f"{other.lower()}.py").is_file():
             words += f"; normforge.{other.lower()}.patch serves {other}s over one dimension"
-    nothing = not served and all(why != ALREADY for _, why in left)
+    nothing = not (served or quiet) and all(why != ALREADY for _, why in left)
     _log.log(logging.WARNING if nothing else logging.INFO, "%s", words)
 
 
@@ -147,7 +150,7 @@ def unpatch(model: torch.nn.Module, norm: str = "RMSNorm") -> list[str]:
     _check_module(model)
     freed = _free(model, norm)
     for name, module in model.named_modules():
-        if getattr(type(module), _SERVED, None) == norm:
+        if is_served(module, norm):
             _log.warning(
                 "unpatch leaves %s as it is: %s was made of its patched class. Unpatch a model "
                 "before it is sharded or parametrized",
@@ -155,6 +158,16 @@ def unpatch(model: torch.nn.Module, norm: str = "RMSNorm") -> list[str]:
                 type(module).__name__,
             )
     return freed
+
+
+def is_served(module: torch.nn.Module, norm: str) -> bool:
+    """Whether `replace_forwards` gave a module, or what its class was made of, another forward."""
+    return getattr(type(module), _SERVED, None) == norm
+
+
+def original_forward(module: torch.nn.Module, *given: Any) -> Any:
+    """What the forward of such a module computed before."""
+    return getattr(type(module), _ORIGINAL).forward(module, *given)
 
 
 def _check_module(model: object) -> None:
@@ -180,57 +193,11 @@ def _looks_like_one(module: Any) -> bool:
         return False  # before its state is asked for, which may gather what is sharded
     if list(module.state_dict()) != ["weight"]:
         return False
-    if not any(hasattr(module, name) for name in _EPS_NAMES):
+    if not any(hasattr(module, name) for name in EPS_NAMES):
         return False
-    if isinstance(_eps_of(module), torch.Tensor):  # which may change, and has a number on the CPU
+    if isinstance(eps_of(module), torch.Tensor):  # which may change, and has a number on the CPU
         return False
     return len(inspect.signature(module.forward).parameters) == 1
-
-
-def _eps_of(module: Any) -> float | None:
-    found: float | None = next(getattr(module, n) for n in _EPS_NAMES if hasattr(module, n))
-    return found
-
-
-def _formula_of(module: Any) -> str | None:
-    """Whether a norm adds 1 to its weight ("gemma") or not ("torch"), by its results and its
-    gradients; None when it computes anything else."""
-    width, eps = len(module.weight), _eps_of(module)
-    eps = torch.finfo(torch.float32).eps if eps is None else eps
-    scales = {"weight": evenly(-1, 2, width)}
-    fitting, untried = ["torch", "gemma"], False
-    for x in rows_to_try(width):
-        found = try_training(module, scales, x)
-        untried |= found is None  # which may be because it takes four dimensions for an image's
-        for formula in list(fitting if found is not None else ()):
-            offset = float(formula == "gemma")
-
-            def norm(x: torch.Tensor, weight: torch.Tensor, offset: float = offset) -> torch.Tensor:
-                rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-                return x * rstd * (weight + offset)
-
-            if not are_close(found, results_of(norm, x, *scales.values()), x):
-                fitting.remove(formula)
-    if untried and fitting:
-        return _UNTRIED
-    return fitting[0] if fitting else None
-
-
-def _with_its_dtype(module: Any, formula: str) -> str | None:
-    """How a norm with this formula is served so that its results keep their dtype: as it is where
-    that is x's; as "widening" where "torch" gives what x and the weight promote to, as "weight's"
-    where it gives the weight's; else None."""
-    width = len(module.weight)
-    given = dtypes_of_results(module, {"weight": evenly(-1, 2, width)}, width)
-    rules: dict[str, Callable[[torch.dtype, torch.dtype], torch.dtype]] = {
-        formula: lambda x, weight: x
-    }
-    if formula == "torch":
-        rules |= {"widening": torch.promote_types, "weight's": lambda x, weight: weight}
-    for served, rule in rules.items():
-        if all(dtype == rule(*pair) for pair, dtype in given.items()):
-            return served
-    return None
 
 
 @cache
@@ -239,17 +206,17 @@ def _forward_of(norm: Norm, casting: str) -> ModuleForward:
     offset = 1.0 if casting == "gemma" else 0.0
 
     def rounded_once(self: Any, x: torch.Tensor) -> Any:
-        return norm.rms_norm(x, self.weight, _eps_of(self), weight_offset=offset)
+        return norm.rms_norm(x, self.weight, eps_of(self), weight_offset=offset)
 
     def rounded_twice(self: Any, x: torch.Tensor) -> Any:
-        return self.weight * norm.rms_norm(x, None, _eps_of(self))
+        return self.weight * norm.rms_norm(x, None, eps_of(self))
 
     def widening(self: Any, x: torch.Tensor) -> Any:
         wide = torch.promote_types(x.dtype, self.weight.dtype)
         if wide == x.dtype:
             return rounded_once(self, x)
         if norm._invariant:  # PyTorch's sum of the weight's gradient depends on the batch
-            return norm.rms_norm(x, self.weight, _eps_of(self), out_dtype=wide)
+            return norm.rms_norm(x, self.weight, eps_of(self), out_dtype=wide)
         return rounded_twice(self, x)
 
     def as_its_weight(self: Any, x: torch.Tensor) -> Any:
@@ -265,11 +232,15 @@ def _forward_of(norm: Norm, casting: str) -> ModuleForward:
 
 @cache
 def _patched(kind: Any, norm: str, forward: ModuleForward) -> type:
-    """A subclass of a class of norms, with another forward, whose argument has the same name."""
+    """A subclass of a class of norms, with another forward, whose arguments have the same names and
+    defaults."""
     original: Any = getattr(kind, _ORIGINAL, kind)
-    _, name = inspect.signature(original.forward).parameters
+    _, *given = inspect.signature(original.forward).parameters.values()
+    names = ", ".join(one.name for one in given)
     scope: dict[str, Any] = {"served": forward}
-    exec(f"def forward(self, {name}):\n    return served(self, {name})", scope)
+    exec(f"def forward(self, {names}):\n    return served(self, {names})", scope)
+    defaults = (one.default for one in given if one.default is not inspect.Parameter.empty)
+    scope["forward"].__defaults__ = tuple(defaults)
 
     def reduce(self: Any, protocol: Any) -> Any:
         """The class, which no module has, by what it is made of."""

@@ -14,6 +14,23 @@ Results = list[torch.Tensor | None]
 
 _OF_ALL_MODULES = frozenset(vars(torch.nn.Module()))
 _PLAIN = (bool, int, float, str, torch.Size, torch.dtype, type(None))
+EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
+UNTRIED = "untried"
+"""Instead of a formula: the module computes nothing on the CPU."""
+
+
+def is_called_so(norm: str, module: Any) -> bool:
+    """Whether a module is one of PyTorch's class of this name, or its class is called a norm."""
+    return type(module).__name__.lower().endswith("norm") or isinstance(
+        module, getattr(torch.nn, norm)
+    )
+
+
+def eps_of(module: Any) -> float | None:
+    """Raises AttributeError for a module without one."""
+    name = next((name for name in EPS_NAMES if hasattr(module, name)), EPS_NAMES[0])
+    found: float | None = getattr(module, name)
+    return found
 
 
 def what_tells(module: torch.nn.Module) -> Any:
@@ -41,13 +58,13 @@ def rows_to_try(width: int) -> list[torch.Tensor]:
     return [rows[:3], rows.view(2, 3, width), rows.view(1, 3, 2, width)]
 
 
-def _with_parameters(module: Any, parameters: Parameters) -> Callable[[torch.Tensor], Any]:
+def with_parameters(module: Any, parameters: Parameters) -> Callable[..., Any]:
     """The forward of a module that had these parameters."""
     # Without hooks and parameters, and without a call of __new__: that of FSDP makes a new module.
     alike = object.__new__(type(module))
     alike.__dict__ |= vars(module)
     alike.__dict__["_parameters"] = dict(parameters)
-    return lambda x: type(module).forward(alike, x)
+    return lambda *given: type(module).forward(alike, *given)
 
 
 def dtypes_of_results(
@@ -59,7 +76,7 @@ def dtypes_of_results(
     for dtype, other in product((torch.float32, torch.bfloat16, torch.float16), repeat=2):
         scales = {k: None if v is None else v.to(other) for k, v in parameters.items()}
         try:
-            given[dtype, other] = _with_parameters(module, scales)(rows.to(dtype)).dtype
+            given[dtype, other] = with_parameters(module, scales)(rows.to(dtype)).dtype
         except Exception:  # it refuses the pair
             continue
     return given
@@ -70,7 +87,7 @@ def try_training(module: Any, parameters: Parameters, x: torch.Tensor) -> Result
     scales = {name: value for name, value in parameters.items() if value is not None}
 
     def forward(x: torch.Tensor, *values: torch.Tensor) -> Any:
-        return _with_parameters(module, {**parameters, **dict(zip(scales, values, strict=True))})(x)
+        return with_parameters(module, {**parameters, **dict(zip(scales, values, strict=True))})(x)
 
     try:
         return results_of(forward, x, *scales.values())
@@ -108,6 +125,47 @@ def are_close(found: Results | None, wanted: Results, x: torch.Tensor) -> bool:
         if not torch.allclose(one * size, other * size, rtol=1e-4, atol=1e-5):
             return False
     return True
+
+
+def formula_of(module: Any) -> str | None:
+    """Whether a norm adds 1 to its weight ("gemma") or not ("torch"), by its results and its
+    gradients; None when it computes anything else."""
+    width, eps = len(module.weight), eps_of(module)
+    eps = torch.finfo(torch.float32).eps if eps is None else eps
+    scales = {"weight": evenly(-1, 2, width)}
+    fitting, untried = ["torch", "gemma"], False
+    for x in rows_to_try(width):
+        found = try_training(module, scales, x)
+        untried |= found is None  # which may be because it takes four dimensions for an image's
+        for formula in list(fitting if found is not None else ()):
+            offset = float(formula == "gemma")
+
+            def norm(x: torch.Tensor, weight: torch.Tensor, offset: float = offset) -> torch.Tensor:
+                rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+                return x * rstd * (weight + offset)
+
+            if not are_close(found, results_of(norm, x, *scales.values()), x):
+                fitting.remove(formula)
+    if untried and fitting:
+        return UNTRIED
+    return fitting[0] if fitting else None
+
+
+def with_its_dtype(module: Any, formula: str) -> str | None:
+    """How a norm with this formula is served so that its results keep their dtype: as it is where
+    that is x's; as "widening" where "torch" gives what x and the weight promote to, as "weight's"
+    where it gives the weight's; else None."""
+    width = len(module.weight)
+    given = dtypes_of_results(module, {"weight": evenly(-1, 2, width)}, width)
+    rules: dict[str, Callable[[torch.dtype, torch.dtype], torch.dtype]] = {
+        formula: lambda x, weight: x
+    }
+    if formula == "torch":
+        rules |= {"widening": torch.promote_types, "weight's": lambda x, weight: weight}
+    for served, rule in rules.items():
+        if all(dtype == rule(*pair) for pair, dtype in given.items()):
+            return served
+    return None
 
 
 def is_layer_norm(module: Any) -> bool:
