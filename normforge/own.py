@@ -78,10 +78,7 @@ class OwnPackage:
 
     def explain(self, M: int, N: int, dtype: str, weight_dtype: str = "") -> dict[str, Any]:
         """Which kernel serves M aligned rows of N columns ("bf16", "fp16" or "fp32"), and why."""
-        table = self._source(None).backward
-        choice = table.choose(M, N, dtype, weight_dtype or dtype, offset=False, residual="")
-        kernel = None if choice.kernel is None else choice.kernel.file
-        return {"how": choice.how, "reason": choice.reason, "kernel": kernel}
+        return self.serve.explain(M, N, dtype, weight_dtype)
 
     def backward(self, **tensors: torch.Tensor | float | None) -> dict[str, torch.Tensor]:
         """The outputs of the operation by name, from its inputs by name. Works under torch.compile,

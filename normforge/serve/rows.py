@@ -17,7 +17,7 @@ from ..operations import RowOperation
 from ..operations.formula import added_to, evaluate, wide_dtype
 from ..operations.signature import Tensor
 from ..spec import Launch, plan_launch
-from ..table import MAX_ALIGNMENT, Choice
+from ..table import MAX_ALIGNMENT, Choice, Table
 from ..torch_internals import current_device, empty_strided, is_capturing, raw_stream
 from .checks import FLOATS, foreign_device
 from .collect import collecting
@@ -37,7 +37,8 @@ class RowServer:
     kernel, the formula serves, on a GPU with a warning.
     """
 
-    def __init__(self, operation: RowOperation, source: Source) -> None:
+    def __init__(self, operation: RowOperation, source: Source | str) -> None:
+        """source: where the kernels are, or a sentence that says why there are none."""
         self.operation, self._source = operation, source
         self._workspaces, self._warn = Workspaces(), WarnOnce()
 
@@ -57,6 +58,24 @@ class RowServer:
                 return served
             self._warn(f"{served}; using the formula of {self.operation.name} in PyTorch")
         return self._by_formula(x, tensors)
+
+    @property
+    def missing(self) -> str:
+        """Why there are no kernels at all, "" where there are."""
+        return self._source if isinstance(self._source, str) else ""
+
+    def by_formula(self, tensors: Tensors) -> dict[str, torch.Tensor]:
+        """The same by the formula."""
+        return self._by_formula(self._check(tensors), tensors)
+
+    def explain(self, M: int, N: int, dtype: str, weight_dtype: str = "") -> dict[str, Any]:
+        """Which kernel serves M aligned rows of N columns ("bf16", "fp16" or "fp32"), and why."""
+        choice = Choice("none", str(self._source))
+        if not isinstance(self._source, str):
+            table = self._source(None).backward
+            choice = table.choose(M, N, dtype, weight_dtype or dtype, offset=False, residual="")
+        kernel = None if choice.kernel is None else choice.kernel.file
+        return {"how": choice.how, "reason": choice.reason, "kernel": kernel}
 
     def outputs(self, x: torch.Tensor, tensors: Tensors) -> dict[str, torch.Tensor]:
         """Empty outputs for rows like x."""
@@ -134,6 +153,8 @@ class RowServer:
 
     def _by_kernel(self, x: torch.Tensor, tensors: Tensors) -> dict[str, torch.Tensor] | str:
         """The outputs, or why no kernel serves the call. x's device is the current one."""
+        if isinstance(self._source, str):
+            return self._source
         signature, N = self.operation.signature, x.shape[-1]
         given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         present = [t for t in (*signature.early, *signature.late) if t.name in given]
@@ -156,10 +177,11 @@ class RowServer:
         for tensor in signature.inputs:
             if tensor.role in ("row", "columns") and tensor.name in given:
                 given[tensor.name] = given[tensor.name].detach().contiguous()
-        choice = self._choose(x, given, layouts)
+        kernels = self._source(x.device.index)
+        choice = self._choose(kernels.backward, x, given, layouts)
         if choice.kernel is None:
             return choice.reason
-        loaded = self._source(x.device.index).loaded.get(choice.kernel)
+        loaded = kernels.loaded.get(choice.kernel)
         launch = plan_launch(choice.kernel.spec, x.numel() // N)
         made = self.outputs(x, given)
         extent = extent_of(signature, x.numel() // N, N, layouts, launch.group, given)
@@ -171,10 +193,13 @@ class RowServer:
         return bool((rows.data_ptr() | at.stride * rows.element_size()) % MAX_ALIGNMENT)
 
     def _choose(
-        self, x: torch.Tensor, given: Mapping[str, torch.Tensor], layouts: Mapping[str, RowLayout]
+        self,
+        table: Table,
+        x: torch.Tensor,
+        given: Mapping[str, torch.Tensor],
+        layouts: Mapping[str, RowLayout],
     ) -> Choice:
         signature, N = self.operation.signature, x.shape[-1]
-        table = self._source(x.device.index).backward
         if foreign := foreign_device(table.target, x.device.index):
             return Choice("none", foreign)
         places = N * x.element_size()

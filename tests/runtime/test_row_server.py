@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import ctypes
 import re
+import warnings
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from normforge.launch.driver import LaunchError
 from normforge.launch.loaded_kernel import LoadedKernel
@@ -295,6 +298,24 @@ def test_a_refused_launch_is_told(serve: Any, driver: Device) -> None:
 @pytest.fixture
 def server() -> RowServer:
     return RowServer(BLEND, lambda index: None)  # type: ignore[arg-type, return-value]
+
+
+def test_without_a_package_the_formula_serves_on_a_gpu_with_one_warning(
+    server: RowServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert server.missing == ""
+    without = RowServer(BLEND, "there is no package of blend")
+    assert without.explain(M, N, "bf16")["reason"] == without.missing
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(without, "_by_formula", lambda x, tensors: "by the formula")
+    rows = {name: one for name, one in plain().items() if name != "h"}
+    with warnings.catch_warnings(record=True) as said, FakeTensorMode():
+        warnings.simplefilter("always")
+        there = {k: torch.empty(v.shape, device="cuda") for k, v in rows.items()}
+        for _ in range(2):
+            assert without({**there, "h": 3.0}) == "by the formula"
+    words = "there is no package of blend; using the formula of blend in PyTorch"
+    assert [str(one.message) for one in said] == [words]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
