@@ -10,7 +10,7 @@ def public_name(path: str) -> str:
     """The name by which a user knows what is at a path of the library: `rms_norm`, or in a module
     of its own `layernorm.patch`."""
     *parts, name = path.split(".")
-    modules = {"batch_invariant": "batch_invariant.", "layer_norm": "layernorm."}
+    modules = {"batch_invariant": "batch_invariant.", "layer_norm": "layernorm.", "gated": "gated."}
     return "".join(modules[part] for part in parts if part in modules) + name
 
 

@@ -3,8 +3,9 @@
     from normforge import RMSNorm, rms_norm, install
 
 Each call is served by the package in generated/ for the GPU that its tensors are on, and without a
-GPU by PyTorch on the CPU. `normforge.layernorm` has the functions of LayerNorm, and
-`normforge.batch_invariant` those of norms whose bits do not depend on the batch.
+GPU by PyTorch on the CPU. `normforge.layernorm` has the functions of LayerNorm, `normforge.gated`
+those of gated RMSNorms, and `normforge.batch_invariant` those of norms whose bits do not depend on
+the batch.
 
 A package is chosen when a name is first used, without initialising CUDA, so that a program can fork
 afterwards (with several kinds of GPU, only if CUDA_DEVICE_ORDER=PCI_BUS_ID is set).
@@ -24,6 +25,7 @@ __version__ = "0.1.0"
 __all__ = [
     "PROVENANCE",
     "RMSNorm",
+    "RMSNormGated",
     "collect",
     "explain",
     "graph_pass",
@@ -33,6 +35,7 @@ __all__ = [
     "operators",
     "patch",
     "rms_norm",
+    "rms_norm_gated",
     "rmsnorm_backward",
     "rmsnorm_forward",
     "uninstall",
@@ -58,12 +61,15 @@ def names_of(operation: str, module: str, names: Sequence[str]) -> Callable[[str
 
 
 _serving = "rmsnorm"  # the module whose names these are
-_MODULES = ("batch_invariant", "layernorm", "rmsnorm")
+_MODULES = ("batch_invariant", "gated", "layernorm", "rmsnorm")
+_GATED = ("RMSNormGated", "rms_norm_gated")
 
 if TYPE_CHECKING:
     from . import batch_invariant as batch_invariant
+    from . import gated as gated
     from . import layernorm as layernorm
     from . import rmsnorm as rmsnorm
+    from .gated import RMSNormGated, rms_norm_gated
     from .rmsnorm import (
         PROVENANCE,
         RMSNorm,
@@ -90,7 +96,8 @@ else:
             return import_module(f"{__name__}.{name}")
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = globals()[name] = getattr(import_module(f"{__name__}.{_serving}"), name)
+        module = "gated" if name in _GATED else _serving
+        value = globals()[name] = getattr(import_module(f"{__name__}.{module}"), name)
         return value
 
 
@@ -141,4 +148,4 @@ def chosen_package(operation: str) -> Any:
 # The operators, which a saved graph asks for before anybody has used a name. The tuner's compilers
 # have no use for them, and none for PyTorch, whose import takes seconds.
 if not getattr(sys.modules.get("generator"), "IMPORTS_PYTORCH_LATER", False):
-    import_module(f"{__name__}.packages")
+    import_module(f"{__name__}.gated_packages")

@@ -14,7 +14,7 @@ from .frontends.dtensor import register_sharding
 from .frontends.module import RMSNorm
 from .frontends.operators import Operators
 from .frontends.package import NormPackage
-from .frontends.patch import patch
+from .frontends.patch import patch, unpatch
 from .frontends.rms_norm import Norm
 from .serve.checks import dtype_name
 from .serve.forward import Forward
@@ -32,6 +32,8 @@ class Package(NormPackage):
     operation = "rmsnorm_backward"
     beside: str = ""
     """The module of the batch-invariant package for the same GPU; "" for the one beside this."""
+    gated: str = ""
+    """The module with the functions of gated norms, which `patch` serves, too; "" for none."""
     _forward_class: ClassVar[type[Forward]] = Forward
     _norm_class: ClassVar[type[Norm]] = Norm
 
@@ -154,7 +156,8 @@ class Package(NormPackage):
 
     def patch(self, model: torch.nn.Module, casting: str | None = None) -> list[str]:
         """Serve the norms of a model with norm classes of its own, such as Hugging Face's Llama,
-        Qwen and Gemma. `unpatch(model)` undoes it.
+        Qwen and Gemma; and those gated norms, as in Qwen3-Next, that a package of `normforge.gated`
+        has kernels for. `unpatch(model)` undoes it.
 
         Args:
             model: any module, on any device, including the meta device.
@@ -162,9 +165,17 @@ class Package(NormPackage):
                 detect it.
 
         Returns:
-            The names of the norms that this package now serves.
+            The names of the norms that are now served.
         """
-        return patch(self._norm, model, casting)
+        names = patch(self._norm, model, casting)
+        if self.gated:
+            names += import_module(self.gated).functions.patch_tuned(model)
+        return names
+
+    def unpatch(self, model: torch.nn.Module) -> list[str]:
+        """Restore the forwards that `patch` replaced. Returns the names of these norms."""
+        names = super().unpatch(model)
+        return names + unpatch(model, "RMSNormGated") if self.gated else names
 
     def use_native(self) -> None:
         """Launch plain training steps from C++ from now on. Kernels and bits stay the same, and

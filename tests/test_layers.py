@@ -29,7 +29,7 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names.spl
 LIBRARY_LAYERS = (
     *("identity cubins spec torch_internals operations", "table", "collected", "launch"),
     *("serve native frontends api", "own", "packages"),
-    "rmsnorm layernorm batch_invariant torchtitan",
+    *("gated_packages", "gated rmsnorm layernorm batch_invariant torchtitan"),
 )
 LIBRARY_LEVEL = {name: at for at, names in enumerate(LIBRARY_LAYERS) for name in names.split()}
 MOST_LINES = 300

@@ -29,6 +29,8 @@ INCLUDE = "include"
 """That of the headers."""
 _OF_ALL_PACKAGES = (
     *("__init__", "packages", "generated", "rmsnorm", "batch_invariant", "layernorm"),
+    "gated",
+    "gated_packages",
     "torchtitan",
 )
 """Modules of the library that choose between packages; a package has no use for them."""

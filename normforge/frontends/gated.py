@@ -1,0 +1,293 @@
+"""Gated RMSNorms: the functions of a package of their backward, or of those of all GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from pickle import PicklingError
+from typing import Any, ClassVar
+
+import torch
+
+from ..operations import GATED_BACKWARDS
+from ..serve.kernels import Source, source_of
+from ..serve.options import SMALLEST_EPS
+from ..serve.reference import norm_formula
+from ..serve.rows import RowServer
+from ..table import Table
+from ..torch_internals import float_of, served_dtype
+from .gated_checks import check_gated, check_sizes, kind_of
+from .gated_node import SERVED, Gradients, gated_norm
+from .gated_patch import forward_that_serves, is_gated
+from .library import namespace
+from .package import _package_of
+from .patch import REMADE, is_served, original_forward, replace_forwards, unpatch
+from .tried import eps_of
+
+_LAYER = "RMSNormGated"
+
+
+class GatedFunctions:
+    """The functions of gated RMSNorms. Safe to use from several threads."""
+
+    def __init__(self, sources: Callable[[str], Source | str], name: str) -> None:
+        """sources: by operation, where its kernels are, or why there are none; asked at the first
+        call that needs them. name: by which the operator knows it."""
+        self.name, self._sources = name, sources
+        self._servers: dict[tuple[str, bool], RowServer] = {}
+        SERVED.add(name, self)
+        # A class per package, under a name by which pickle finds it.
+        members = {"_package": self, "__doc__": RMSNormGated.__doc__}
+        self.RMSNormGated: type[RMSNormGated] = type("RMSNormGated", (RMSNormGated,), members)
+        self._forwards: dict[Any, Any] = {}
+
+    def __deepcopy__(self, _: Any) -> GatedFunctions:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """By reference, so that patched models can be pickled. Raises PicklingError where no module
+        has these functions."""
+        module = self.RMSNormGated.__module__
+        if _package_of(module) is not self:
+            raise PicklingError(f"no module has the functions of {self.name}")
+        return _package_of, (module,)
+
+    def retire(self) -> None:
+        """Another package has taken the name; nothing has to be given back."""
+
+    def of_form(self, form: str) -> Any:
+        """There are no forms of such packages. Raises LookupError."""
+        raise LookupError(form)
+
+    @property
+    def operators(self) -> Any:
+        """The operators, as torch.compile and policies of selective checkpointing see them."""
+        return getattr(torch.ops, namespace)
+
+    def server(self, kind: tuple[str, bool]) -> RowServer:
+        """What serves the backward of an activation and an order."""
+        found = self._servers.get(kind)
+        if found is None:
+            operation = GATED_BACKWARDS[kind]
+            made = RowServer(operation, self._sources(operation.name))
+            found = self._servers.setdefault(kind, made)
+        return found
+
+    def explain(
+        self,
+        M: int,
+        N: int,
+        dtype: str,
+        weight_dtype: str = "",
+        activation: str = "silu",
+        norm_before_gate: bool = True,
+    ) -> dict[str, Any]:
+        """Which kernel serves the backward of M aligned rows of N columns ("bf16", "fp16" or
+        "fp32"), and why."""
+        return self.server(kind_of(activation, norm_before_gate)).explain(M, N, dtype, weight_dtype)
+
+    def rms_norm_gated(
+        self,
+        x: torch.Tensor,
+        z: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        eps: float = 1e-6,
+        activation: str = "silu",
+        norm_before_gate: bool = True,
+        group_size: int | None = None,
+    ) -> torch.Tensor:
+        """y = norm(x) * weight * act(z), or norm(x * act(z)) * weight, differentiable in x, z and
+        weight.
+
+        The forward is PyTorch's operators, which torch.compile fuses with what is around them. The
+        backward is a kernel where one was tuned, else the formula in PyTorch. Works under
+        torch.compile, autocast (which changes nothing here), activation checkpointing and CUDA
+        graphs. Second derivatives, torch.func and tensor subclasses use PyTorch's operators.
+
+        Args:
+            x: (..., D), bf16, fp16 or fp32.
+            z: the gate, in x's shape and dtype.
+            weight: (D,), or (group_size,) for all groups, or None for ones. Its gradient has its
+                dtype.
+            eps: added to the mean square. Below 2^-96 the backward is PyTorch's operators.
+            activation: "silu" (or "swish") or "sigmoid".
+            norm_before_gate: whether the norm is that of x (as in Qwen3-Next) or of x * act(z) (as
+                in Mamba 2).
+            group_size: columns that are normalized together, None for all.
+
+        Returns:
+            y in x's shape and dtype, computed in fp32 and rounded once.
+
+        Raises:
+            TypeError, ValueError: if the arguments do not fit together.
+        """
+        kind, eps = kind_of(activation, norm_before_gate), float_of(eps)
+        check_gated(x, z, weight, eps, group_size)
+        weight = served_dtype(weight, x)
+        if group_size is None or group_size == x.shape[-1]:
+            return gated_norm(x, z, weight, eps, kind, self.name)
+        rows, gates = (given.unflatten(-1, (-1, group_size)) for given in (x, z))
+        if weight is not None and weight.shape[0] == x.shape[-1]:
+            weight = weight.unflatten(0, (-1, group_size))
+        return gated_norm(rows, gates, weight, eps, kind, self.name).flatten(-2)
+
+    def backward(
+        self,
+        dy: torch.Tensor,
+        x: torch.Tensor,
+        z: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float,
+        kind: tuple[str, bool],
+    ) -> Gradients:
+        """dx, dz and dw. weight: (N,), or (H, N) with rows (..., H, N), whose groups are served one
+        by one."""
+        if weight is not None and weight.dim() == 2:
+            parts = [
+                self.backward(dy[..., h, :], x[..., h, :], z[..., h, :], weight[h], eps, kind)
+                for h in range(len(weight))
+            ]
+            dx, dz, dw = zip(*parts, strict=True)
+            return torch.stack(dx, -2), torch.stack(dz, -2), torch.stack(dw)
+        server = self.server(kind)
+        serve = server if eps >= SMALLEST_EPS else server.by_formula
+        found = serve({"x": x, "z": z, "dy": dy, "weight": weight, "eps": eps})
+        return found["dx"], found["dz"], None if weight is None else found["dw"]
+
+    def patch(self, model: torch.nn.Module) -> list[str]:
+        """Serve the gated RMSNorms of a model, such as those of Qwen3-Next and Mamba 2. Returns
+        their names; `unpatch(model)` undoes it.
+
+        Each is tried on a few rows on the CPU, and left alone if it computes something else. The
+        log says why (level INFO), and warns if no norm is served. Where a module rounds the
+        normalized rows to x's dtype, there is one rounding less. A call without a gate is the
+        module's own.
+        """
+
+        def forward_for(module: Any) -> Any:
+            return forward_that_serves(module, self._forward_of)
+
+        return replace_forwards(model, _LAYER, forward_for, is_gated)
+
+    def patch_tuned(self, model: torch.nn.Module) -> list[str]:
+        """The same for those norms alone that there are kernels for; all in a model that `patch`
+        was called for, and without a warning if there are none."""
+        if not any(map(is_gated, model.modules())):
+            return []
+        if any(is_served(module, _LAYER) for module in model.modules()):
+            return self.patch(model)
+
+        def forward_of(kind: tuple[str, bool], group_size: int, wide: bool) -> Any:
+            missing = self.server(kind).missing
+            if missing:
+                return f"{missing}, so that normforge.gated.patch alone serves it"
+            return self._forward_of(kind, group_size, wide)
+
+        def forward_for(module: Any) -> Any:
+            return forward_that_serves(module, forward_of)
+
+        return replace_forwards(model, _LAYER, forward_for, is_gated, quiet=True)
+
+    def unpatch(self, model: torch.nn.Module) -> list[str]:
+        """Restore the forwards that `patch` replaced. Returns the names of these norms."""
+        return unpatch(model, _LAYER)
+
+    def _forward_of(self, kind: tuple[str, bool], group_size: int, wide: bool) -> Any:
+        """The forward of modules that compute this. One object, so that all that are alike share
+        one class."""
+        key = (kind, group_size, wide)
+        if key not in self._forwards:
+
+            def forward(module: Any, x: torch.Tensor, z: torch.Tensor | None) -> Any:
+                if z is None:
+                    return original_forward(module, x, z)
+                dtype = torch.promote_types(x.dtype, z.dtype)
+                out = torch.promote_types(x.dtype, module.weight.dtype) if wide else x.dtype
+                dtype = torch.promote_types(dtype, out)
+                eps: Any = eps_of(module)
+                given = (x.to(dtype), z.to(dtype), module.weight)
+                return self.rms_norm_gated(*given, eps, *kind, group_size).to(out)
+
+            setattr(forward, REMADE, partial(self._forward_of, *key))
+            self._forwards[key] = forward
+        return self._forwards[key]
+
+
+class GatedPackage(GatedFunctions):
+    """The functions of a package of one backward of gated RMSNorms. Other activations and orders
+    are PyTorch's operators in it. Making one compiles nothing and does not touch CUDA."""
+
+    def __init__(self, of: Path, name: str = "") -> None:
+        """Raises ValueError for a damaged package and one of another operation, OSError for
+        none."""
+        self.folder = of
+        self.operation = next((k.spec.operation for k in Table.load(of).kernels()), "")
+        if self.operation not in {one.name for one in GATED_BACKWARDS.values()}:
+            raise ValueError(f"{of} has no kernels of the backward of a gated RMSNorm")
+        self._source = source_of(of, self.operation)
+        super().__init__(self._source_of, name or str(of))
+
+    def _source_of(self, operation: str) -> Source | str:
+        if operation == self.operation:
+            return self._source
+        return f"{self.name} has kernels of {self.operation} alone"
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """The target, and how the kernel of every tuned shape was found and checked."""
+        table = self._source(None).backward
+        shapes = {entry.shape: dict(entry.provenance) for entry in table.tuned}
+        return {"target": table.target, "shapes": shapes}
+
+
+class RMSNormGated(torch.nn.Module):
+    """A gated RMSNorm with the arguments, the state dict and the results of transformers'
+    Qwen3NextRMSNormGated and of mamba_ssm's RMSNormGated. The result has x's dtype.
+
+    Args:
+        hidden_size: columns of x.
+        eps: added to the mean square.
+        group_size: columns that are normalized together, None for all.
+        norm_before_gate: whether the norm is that of x, or of x * act(gate).
+        activation: "silu" or "sigmoid".
+    """
+
+    _package: ClassVar[GatedFunctions]
+    """Every package has a subclass of this class."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        group_size: int | None = None,
+        norm_before_gate: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        activation: str = "silu",
+    ) -> None:
+        super().__init__()
+        self.activation, _ = kind_of(activation, norm_before_gate)
+        check_sizes(hidden_size, group_size, eps)
+        self.hidden_size, self.group_size, self.eps = hidden_size, group_size, float_of(eps)
+        self.norm_before_gate = norm_before_gate
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
+
+    def forward(
+        self, hidden_states: torch.Tensor, gate: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The norm alone without a gate."""
+        if gate is None:
+            check_gated(hidden_states, hidden_states, self.weight, self.eps, self.group_size)
+            group = self.group_size or self.hidden_size
+            rows, weight = hidden_states.unflatten(-1, (-1, group)), self.weight.view(-1, group)
+            return norm_formula(rows, weight, self.eps, 0.0)[0].flatten(-2)
+        order = (self.activation, self.norm_before_gate, self.group_size)
+        return self._package.rms_norm_gated(hidden_states, gate, self.weight, self.eps, *order)
+
+    def extra_repr(self) -> str:
+        group = "" if self.group_size is None else f", group_size={self.group_size}"
+        order = "" if self.norm_before_gate else ", norm_before_gate=False"
+        gate = "" if self.activation == "silu" else f", activation={self.activation!r}"
+        return f"{self.hidden_size}, eps={self.eps}{group}{order}{gate}"

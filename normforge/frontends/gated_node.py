@@ -1,0 +1,140 @@
+"""A gated RMSNorm with autograd: the forward in PyTorch, which compilers fuse with what is around
+it, and the backward by an operator."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.compiler import is_dynamo_compiling
+
+from ..operations import GATED_BACKWARDS
+from ..operations.formula import evaluate, wide_dtype
+from ..operations.gated_rmsnorm_backward import gated_rmsnorm
+from ..torch_internals import (
+    has_tangent,
+    is_batched,
+    is_plain,
+    tracing,
+    transforms_active,
+    watched,
+    without_inference,
+)
+from .library import Served, define
+
+Gradients = tuple[torch.Tensor, torch.Tensor, "torch.Tensor | None"]
+"""dx, dz, and dw where there is a weight."""
+
+
+class Backward(Protocol):
+    """What computes the backward of a package's gated norms."""
+
+    def backward(
+        self,
+        dy: torch.Tensor,
+        x: torch.Tensor,
+        z: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float,
+        kind: tuple[str, bool],
+    ) -> Gradients:
+        """kind: the activation, and whether the norm comes before the gate."""
+
+    def retire(self) -> None: ...
+
+    def of_form(self, form: str) -> Any: ...
+
+
+SERVED: Served[Backward] = Served()
+_SCHEMA = (
+    "(Tensor dy, Tensor x, Tensor z, Tensor? weight, float eps, str activation,"
+    " bool norm_before_gate, str package) -> (Tensor, Tensor, Tensor)"
+)
+
+
+def _run(*given: Any) -> tuple[torch.Tensor, ...]:
+    dy, x, z, weight, eps, activation, norm_before_gate, package = given
+    kind = (activation, norm_before_gate)
+    dx, dz, dw = SERVED(package).backward(dy, x, z, weight, eps, kind)
+    return dx, dz, x.new_empty(0) if dw is None else dw
+
+
+def _fake(*given: Any) -> tuple[torch.Tensor, ...]:
+    _, x, _, weight, *_ = given
+    dw = x.new_empty(0) if weight is None else weight.new_empty(weight.shape)
+    return x.new_empty(x.shape), x.new_empty(x.shape), dw
+
+
+rms_norm_gated_backward = define("rms_norm_gated_backward", _SCHEMA, _run, _fake)
+
+
+def formula(
+    x: torch.Tensor,
+    z: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    kind: tuple[str, bool],
+) -> torch.Tensor:
+    """y in x's dtype, computed in fp32 (in float64 for float64) and rounded once. Differentiable.
+    x, z: rows of shape (..., N); weight: (N,), or (H, N) with rows of shape (..., H, N)."""
+    compute = wide_dtype(x)
+    scale = 1.0 if weight is None else weight.to(compute)
+    return gated_rmsnorm(x.to(compute), z.to(compute), scale, eps, *kind).to(x.dtype)
+
+
+def _differentiable(dy: Any, x: Any, z: Any, weight: Any, eps: float, kind: Any) -> Gradients:
+    """The gradients by PyTorch's operators, with gradients of their own."""
+    given = {"dy": dy, "x": x, "z": z, "weight": weight, "eps": eps}
+    found = evaluate(GATED_BACKWARDS[kind], given)
+    dw = None if weight is None else found["dw"].to(weight.dtype)
+    return found["dx"].to(x.dtype), found["dz"].to(x.dtype), dw
+
+
+class GatedNode(torch.autograd.Function):
+    """A call of `formula`, with the name of the package whose kernels are its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> torch.Tensor:
+        x, z, weight, ctx.eps, ctx.kind, ctx.package = given
+        ctx.save_for_backward(x, z, weight)
+        return formula(x, z, weight, ctx.eps, ctx.kind)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        x, z, weight = ctx.saved_tensors
+        given = (dy, x, z, weight, ctx.eps)
+        if not is_dynamo_compiling() and (
+            torch.is_grad_enabled() or transforms_active() or is_batched(dy)
+        ):
+            dx, dz, dw = _differentiable(*given, ctx.kind)
+        elif is_dynamo_compiling() or watched() or not is_plain(dy):
+            dx, dz, dw = rms_norm_gated_backward(*given, *ctx.kind, ctx.package)
+        else:
+            dx, dz, dw = SERVED(ctx.package).backward(*given, ctx.kind)
+        return dx, dz, dw if ctx.needs_input_grad[2] else None, None, None, None
+
+
+def _is_served(*given: Any) -> bool:
+    """Whether a node may take these. Transforms, forward mode, tracers and subclasses of tensors
+    know PyTorch's operators alone; modes and fake tensors know ours, too."""
+    if is_dynamo_compiling():  # it cannot trace the other questions, and grads of functions refuse
+        return all(map(is_plain, given))
+    if not torch.is_grad_enabled() or transforms_active() or tracing() is not None:
+        return False
+    plain = all(is_plain(one) or isinstance(one, FakeTensor) for one in given)
+    return plain and not has_tangent(*given)
+
+
+def gated_norm(x: Any, z: Any, weight: Any, eps: float, kind: Any, package: str) -> torch.Tensor:
+    """`formula` with the backward of a package, where PyTorch's operators do not serve."""
+    if not _is_served(x, z, weight):
+        return formula(x, z, weight, eps, kind)
+    try:
+        y: torch.Tensor = GatedNode.apply(x, z, weight, eps, kind, package)
+    except RuntimeError as error:
+        if is_dynamo_compiling():
+            raise
+        x, z, weight = without_inference(error, x, z, weight)
+        y = GatedNode.apply(x, z, weight, eps, kind, package)
+    return y

@@ -1,0 +1,40 @@
+"""The packages of gated RMSNorms that come with this library: one set of functions for all GPUs,
+activations and orders."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .frontends.gated import GatedFunctions
+from .frontends.gated_node import SERVED
+from .operations import GATED_BACKWARDS
+from .packages import Chosen, open_package, tuned_packages
+from .serve.kernels import Source
+
+_NAME = "*/gated"
+
+
+def _source_of(operation: str) -> Source | str:
+    """The kernels of an operation, by the GPU, or why there are none."""
+    if not tuned_packages(operation):
+        return f"there is no tuned package of {operation}"
+    try:
+        return Chosen(operation)
+    except RuntimeError as error:
+        return str(error)
+
+
+functions = GatedFunctions(_source_of, _NAME)
+functions.RMSNormGated.__module__ = "normforge.gated"  # where pickle finds it
+
+
+def _find(name: str) -> Any:
+    """The functions by the name that their operator was called with. Raises LookupError."""
+    gpu, _, operation = name.rpartition("/")
+    if operation not in {one.name for one in GATED_BACKWARDS.values()}:
+        raise LookupError(name)
+    folder = tuned_packages(operation)[gpu].folder
+    return open_package(str(folder / "__init__.py"), name, operation)
+
+
+SERVED.find = _find
