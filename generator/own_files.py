@@ -31,5 +31,6 @@ def space_of(operation: str) -> Path:
     signature = operations.signature_of(operation)
     ours = {name: o.signature for name, o in operations.OPERATIONS.items() if name not in FILES}
     alike = (name for name, other in ours.items() if other == signature)
-    counts = (n for n, o in ours.items() if o.column_sums == min(signature.column_sums, 2))
+    sums = min(signature.column_sums, 2)
+    counts = (name for name, other in ours.items() if sums and other.column_sums == sums)
     return SEARCH_SPACES / f"{next(chain(alike, counts), 'rows_alone')}.yaml"

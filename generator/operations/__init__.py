@@ -8,6 +8,7 @@ from pathlib import Path
 
 from generator.errors import NormforgeError
 from generator.operations.gated_rmsnorm_backward import GATED_BACKWARDS
+from generator.operations.gated_rmsnorm_forward import GATED_FORWARDS
 from generator.operations.layernorm_backward import LAYERNORM_BACKWARD
 from generator.operations.operation import Operation
 from generator.operations.own import add_operation, add_operations_of_run
@@ -25,6 +26,7 @@ OPERATIONS = {
         LAYERNORM_BACKWARD,
         RMSNORM_INVARIANT_BACKWARD,
         *GATED_BACKWARDS,
+        *GATED_FORWARDS,
     )
 }
 add_operations_of_run(OPERATIONS)
@@ -52,6 +54,7 @@ def operation_of(problem: Problem) -> Operation:
 
 __all__ = [
     "GATED_BACKWARDS",
+    "GATED_FORWARDS",
     "LAYERNORM_BACKWARD",
     "OPERATIONS",
     "RMSNORM_BACKWARD",

@@ -6,12 +6,12 @@ from generator.operations.operation import FrontEnd
 from generator.operations.rows import row_operation
 from normforge import operations
 
-_FRONT_END = FrontEnd(
+FRONT_END = FrontEnd(
     norm="RMSNormGated",
     module="frontends.gated",
     package="GatedPackage",
     functions=("explain", "operators", "patch", "rms_norm_gated", "unpatch"),
 )
 GATED_BACKWARDS = tuple(
-    row_operation(operation, _FRONT_END) for operation in operations.GATED_BACKWARDS.values()
+    row_operation(operation, FRONT_END) for operation in operations.GATED_BACKWARDS.values()
 )

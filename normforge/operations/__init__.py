@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .gated_rmsnorm_backward import GATED_BACKWARDS
+from .gated_rmsnorm_forward import GATED_FORWARDS
 from .layernorm_backward import LAYERNORM_BACKWARD
 from .rmsnorm_backward import RMSNORM_BACKWARD
 from .row_operation import RowOperation
@@ -23,6 +24,9 @@ from .signature import (
 RMSNORM_INVARIANT_BACKWARD = replace(RMSNORM_BACKWARD, name="rmsnorm_invariant_backward")
 """RMSNorm's backward whose bits do not depend on the batch."""
 
+GATED = tuple(o.name for some in (GATED_BACKWARDS, GATED_FORWARDS) for o in some.values())
+"""The operations of gated norms, by name."""
+
 OPERATIONS: dict[str, RowOperation] = {
     operation.name: operation
     for operation in (
@@ -30,6 +34,7 @@ OPERATIONS: dict[str, RowOperation] = {
         LAYERNORM_BACKWARD,
         RMSNORM_INVARIANT_BACKWARD,
         *GATED_BACKWARDS.values(),
+        *GATED_FORWARDS.values(),
     )
 }
 """By name; `register` adds a user's own."""
@@ -49,7 +54,9 @@ def signature_of(operation: str) -> Signature:
 
 
 __all__ = [
+    "GATED",
     "GATED_BACKWARDS",
+    "GATED_FORWARDS",
     "LAYERNORM_BACKWARD",
     "OPERATIONS",
     "RMSNORM_BACKWARD",

@@ -134,8 +134,9 @@ def test_every_fragment_is_used_by_some_variant() -> None:
     producer = {**producer, **knobs}
     source = render(make_variant(producer, Problem.parse(SHAPE)), include=True)
     used |= {*re.findall(r'^#include "(\w+)\.cuh"', source, flags=re.M)}
-    for example in (REPOSITORY / "examples" / "own_operation").glob("*.cu.j2"):
-        used |= {*re.findall(r'source\("(\w+)\.cuh"\)', example.read_text())}
+    examples = (REPOSITORY / "examples" / "own_operation").glob("*.cu.j2")
+    for template in (*examples, TEMPLATES / "gate.j2"):
+        used |= {*re.findall(r'source\("(\w+)\.cuh"\)', template.read_text())}
     found = {path.name.partition(".")[0] for path in TEMPLATES.glob("*.cuh*")}
     assert used == {name for name in found if not name.startswith("forward_")}
 

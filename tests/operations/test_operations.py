@@ -19,6 +19,7 @@ from generator.evaluate.verify.guarded import Guarded
 from generator.kernels.render import render
 from generator.operations import (
     GATED_BACKWARDS,
+    GATED_FORWARDS,
     LAYERNORM_BACKWARD,
     OPERATIONS,
     RMSNORM_BACKWARD,
@@ -78,6 +79,10 @@ def exact(operation: Operation, inputs: Any) -> dict[str, torch.Tensor]:
         return layer_norm(inputs)
     if operation in GATED_BACKWARDS:
         return gated(operation, inputs)
+    if operation in GATED_FORWARDS:
+        kind = next(k for k, one in library.GATED_FORWARDS.items() if one.name == operation.name)
+        given = (inputs.x.double(), inputs.z.double(), inputs.weight.double() + inputs.offset)
+        return {"y": gated_rmsnorm(*given, inputs.eps, *kind).to(inputs.x.dtype)}
     names = ("y", "rstd", "residual_out")
     given = (inputs.x, inputs.weight, EPS, inputs.offset, inputs.residual)
     found = dict(zip(names, reference_forward(*given), strict=False))
@@ -123,18 +128,19 @@ def test_an_operation_has_its_template_and_its_name(name: str) -> None:
     operation = OPERATIONS[name]
     assert operation.name == name
     source = (TEMPLATES / f"{name}.cu.j2").read_text()
-    if operation.sums_rows:
+    if operation.signature is not None:
         source = render(sample_variant(Problem.parse("4096x1024:bf16", name), H200))
     assert f" {name}(" in source
 
 
 def test_what_kernels_add_up_is_what_the_operations_say() -> None:
-    assert set(library.OPERATIONS) == {name for name, one in OPERATIONS.items() if one.sums_rows}
+    assert set(library.OPERATIONS) == {name for name, one in OPERATIONS.items() if one.signature}
     problem = Problem.parse("7x40:bf16")
     for name in library.OPERATIONS:
         sums = sums_of(name)
-        (dw,) = (o for o in OPERATIONS[name].outputs(problem) if o.name == "dw")
-        assert dw.shape == (40 * sums.column_sums,)
+        added = [o.shape for o in OPERATIONS[name].outputs(problem) if o.name == "dw"]
+        assert added == ([(40 * sums.column_sums,)] if OPERATIONS[name].sums_rows else [])
+        assert OPERATIONS[name].sums_rows == (name.removesuffix("_backward") != name)
         saved = [a for a in OPERATIONS[name].arguments(problem) if a.shape == (7,)]
         assert len(saved) == sums.statistics
 

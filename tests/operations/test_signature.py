@@ -176,6 +176,8 @@ def test_a_name_belongs_to_one_operation(monkeypatch: pytest.MonkeyPatch) -> Non
 # ---- The mathematics -----------------------------------------------------------------------------
 
 each_operation = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
+BACKWARDS = {name: operation for name, operation in OPERATIONS.items() if operation.forward}
+each_backward = pytest.mark.parametrize("operation", BACKWARDS.values(), ids=BACKWARDS)
 
 
 def drawn(operation: RowOperation, offset: float = 0.0) -> tuple[dict[str, Any], ...]:
@@ -211,7 +213,7 @@ def first_of(sums_of: torch.Tensor) -> torch.Tensor:
     return sums_of[0] if sums_of.dim() == 2 and len(sums_of) == 2 else sums_of
 
 
-@each_operation
+@each_backward
 @pytest.mark.parametrize("offset", [0.0, 1.5])
 def test_terms_are_the_gradient_of_the_forward(operation: RowOperation, offset: float) -> None:
     given, exact = drawn(operation, offset)
@@ -222,7 +224,7 @@ def test_terms_are_the_gradient_of_the_forward(operation: RowOperation, offset: 
         torch.testing.assert_close(first_of(found[name]), gradient, rtol=1e-11, atol=1e-11)
 
 
-@each_operation
+@each_backward
 def test_terms_stand_side_by_side_as_kernels_write_them(operation: RowOperation) -> None:
     """An output's broadcast to its shape. Of sums there is a tensor of rows for every sum."""
     given, _ = drawn(operation)
@@ -241,7 +243,7 @@ def test_the_second_sum_of_layernorm_is_the_gradient_of_its_bias() -> None:
     torch.testing.assert_close(dw[1], given["dy"].sum(0))
 
 
-@each_operation
+@each_backward
 def test_options_change_what_they_are_for_alone(operation: RowOperation) -> None:
     given, _ = drawn(operation)
     columns_of, plain = operation.signature.columns, evaluate(operation, given)
@@ -259,7 +261,7 @@ def test_options_change_what_they_are_for_alone(operation: RowOperation) -> None
         assert all(torch.equal(some[name], plain[name]) for name in wanted)
 
 
-@each_operation
+@each_backward
 def test_numbers_of_a_row_come_in_any_shape_and_rows_in_any_dtype(operation: RowOperation) -> None:
     given, _ = drawn(operation)
     plain = evaluate(operation, given)
@@ -278,6 +280,18 @@ def test_numbers_of_a_row_come_in_any_shape_and_rows_in_any_dtype(operation: Row
     }
     found = evaluate(operation, narrow | numbers)
     assert {out.dtype for out in found.values()} == {torch.float32}  # rounded by whoever asks
+
+
+@pytest.mark.parametrize("kind", operations.GATED_FORWARDS)
+def test_a_gated_norm_is_what_its_backward_is_of(kind: tuple[str, bool]) -> None:
+    forward, backward = operations.GATED_FORWARDS[kind], operations.GATED_BACKWARDS[kind]
+    given, _ = drawn(backward)
+    del given["dy"]
+    assert backward.forward is not None
+    wanted, _ = backward.forward(given["x"], given["z"], given["weight"])
+    found = evaluate(forward, given)
+    assert found.keys() == {"y"} and forward.signature.sums is None
+    assert torch.equal(found["y"], wanted)
 
 
 # ---- What the tuner makes of it ------------------------------------------------------------------
