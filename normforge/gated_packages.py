@@ -7,7 +7,7 @@ from typing import Any
 
 from .frontends.gated import GatedFunctions
 from .frontends.gated_node import SERVED
-from .operations import GATED_BACKWARDS
+from .operations import GATED
 from .packages import Chosen, open_package, tuned_packages
 from .serve.kernels import Source
 
@@ -31,7 +31,7 @@ functions.RMSNormGated.__module__ = "normforge.gated"  # where pickle finds it
 def _find(name: str) -> Any:
     """The functions by the name that their operator was called with. Raises LookupError."""
     gpu, _, operation = name.rpartition("/")
-    if operation not in {one.name for one in GATED_BACKWARDS.values()}:
+    if operation not in GATED:
         raise LookupError(name)
     folder = tuned_packages(operation)[gpu].folder
     return open_package(str(folder / "__init__.py"), name, operation)

@@ -25,7 +25,7 @@ from .frontends.layer_norm import LayerNormPackage
 from .frontends.layer_norm_operators import LayerNormOperators
 from .frontends.operators import Operators
 from .frontends.package import NormPackage
-from .operations import GATED_BACKWARDS
+from .operations import GATED
 from .own import NAME, OwnPackage
 from .serve.kernels import Kernels
 from .serve.warn_once import WarnOnce
@@ -39,8 +39,6 @@ _LIBRARY: dict[str, tuple[type[NormPackage], str]] = {
     "layernorm_backward": (LayerNormPackage, "normforge.layernorm"),
 }
 """By operation: the functions of its packages, and the module that has those of all of them."""
-_GATED = tuple(one.name for one in GATED_BACKWARDS.values())
-"""The operations whose packages normforge.gated has the functions of."""
 
 
 class Tuned(NamedTuple):
@@ -245,17 +243,17 @@ def open_package(file: str, module: str, operation: str) -> Any:
     the library does not know, ValueError and OSError for a damaged package."""
     if operation not in _LIBRARY and (Path(file).resolve().parent / NAME).exists():
         return OwnPackage(Path(file).resolve().parent, module)
-    if operation not in (*_LIBRARY, *_GATED):
+    if operation not in (*_LIBRARY, *GATED):
         raise ImportError(
             f"{module} is a package of {operation}, which this version of Normforge does not know: "
-            f"install one that does. It knows {', '.join((*_LIBRARY, *_GATED))}"
+            f"install one that does. It knows {', '.join((*_LIBRARY, *GATED))}"
         )
     folder = Path(file).resolve().parent
     ours = folder.parent.parent in _roots()
     name = "/".join(folder.parts[-2:]) if ours else module
     if _opened.setdefault((operation, name), folder) != folder:
         name = str(folder)
-    return (GatedPackage if operation in _GATED else _LIBRARY[operation][0])(folder, name)
+    return (GatedPackage if operation in GATED else _LIBRARY[operation][0])(folder, name)
 
 
 # ---- Packages that a graph asks for --------------------------------------------------------------

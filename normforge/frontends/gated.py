@@ -1,4 +1,4 @@
-"""Gated RMSNorms: the functions of a package of their backward, or of those of all GPUs."""
+"""Gated RMSNorms: the functions of a package of them or their backward, or of those of all GPUs."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from pickle import PicklingError
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
-from ..operations import GATED_BACKWARDS
+from ..operations import GATED, GATED_BACKWARDS, GATED_FORWARDS, RowOperation
 from ..serve.kernels import Source, source_of
 from ..serve.options import SMALLEST_EPS
-from ..serve.reference import norm_formula
 from ..serve.rows import RowServer
 from ..table import Table
 from ..torch_internals import float_of, served_dtype
-from .gated_checks import check_gated, check_sizes, kind_of
-from .gated_node import SERVED, Gradients, gated_norm
+from .gated_checks import check_gated, kind_of
+from .gated_module import RMSNormGated
+from .gated_node import SERVED, Gradients, formula, gated_norm, gradients_by_formula
 from .gated_patch import forward_that_serves, is_gated
 from .library import namespace
 from .package import _package_of
@@ -35,7 +35,7 @@ class GatedFunctions:
         """sources: by operation, where its kernels are, or why there are none; asked at the first
         call that needs them. name: by which the operator knows it."""
         self.name, self._sources = name, sources
-        self._servers: dict[tuple[str, bool], RowServer] = {}
+        self._servers: dict[str, RowServer] = {}
         SERVED.add(name, self)
         # A class per package, under a name by which pickle finds it.
         members = {"_package": self, "__doc__": RMSNormGated.__doc__}
@@ -65,13 +65,12 @@ class GatedFunctions:
         """The operators, as torch.compile and policies of selective checkpointing see them."""
         return getattr(torch.ops, namespace)
 
-    def server(self, kind: tuple[str, bool]) -> RowServer:
-        """What serves the backward of an activation and an order."""
-        found = self._servers.get(kind)
+    def server(self, operation: RowOperation) -> RowServer:
+        """What serves the calls of an operation."""
+        found = self._servers.get(operation.name)
         if found is None:
-            operation = GATED_BACKWARDS[kind]
             made = RowServer(operation, self._sources(operation.name))
-            found = self._servers.setdefault(kind, made)
+            found = self._servers.setdefault(operation.name, made)
         return found
 
     def explain(
@@ -82,10 +81,14 @@ class GatedFunctions:
         weight_dtype: str = "",
         activation: str = "silu",
         norm_before_gate: bool = True,
+        *,
+        forward: bool = False,
     ) -> dict[str, Any]:
-        """Which kernel serves the backward of M aligned rows of N columns ("bf16", "fp16" or
-        "fp32"), and why."""
-        return self.server(kind_of(activation, norm_before_gate)).explain(M, N, dtype, weight_dtype)
+        """Which kernel serves the backward (or the forward) of M aligned rows of N columns ("bf16",
+        "fp16" or "fp32"), and why."""
+        operations = GATED_FORWARDS if forward else GATED_BACKWARDS
+        server = self.server(operations[kind_of(activation, norm_before_gate)])
+        return server.explain(M, N, dtype, weight_dtype)
 
     def rms_norm_gated(
         self,
@@ -100,10 +103,10 @@ class GatedFunctions:
         """y = norm(x) * weight * act(z), or norm(x * act(z)) * weight, differentiable in x, z and
         weight.
 
-        The forward is PyTorch's operators, which torch.compile fuses with what is around them. The
-        backward is a kernel where one was tuned, else the formula in PyTorch. Works under
-        torch.compile, autocast (which changes nothing here), activation checkpointing and CUDA
-        graphs. Second derivatives, torch.func and tensor subclasses use PyTorch's operators.
+        Both directions are kernels where such were tuned, else the formula in PyTorch. Under
+        torch.compile the forward is PyTorch's operators, which it fuses with what is around them.
+        Works under autocast (which changes nothing here), activation checkpointing and CUDA graphs.
+        Second derivatives, torch.func and tensor subclasses use PyTorch's operators.
 
         Args:
             x: (..., D), bf16, fp16 or fp32.
@@ -132,6 +135,24 @@ class GatedFunctions:
             weight = weight.unflatten(0, (-1, group_size))
         return gated_norm(rows, gates, weight, eps, kind, self.name).flatten(-2)
 
+    def forward(
+        self,
+        x: torch.Tensor,
+        z: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float,
+        kind: tuple[str, bool],
+    ) -> torch.Tensor:
+        """y, without gradients. weight: as in `backward`."""
+        server = self.server(GATED_FORWARDS[kind])
+        if server.is_without_kernels(x):
+            server.count(x, weight)
+            return formula(x, z, weight, eps, kind)
+        if weight is not None and weight.dim() == 2:
+            groups = zip(x.unbind(-2), z.unbind(-2), weight, strict=True)
+            return torch.stack([self.forward(*group, eps, kind) for group in groups], -2)
+        return server({"x": x, "z": z, "weight": weight, "eps": eps})["y"]
+
     def backward(
         self,
         dy: torch.Tensor,
@@ -141,18 +162,21 @@ class GatedFunctions:
         eps: float,
         kind: tuple[str, bool],
     ) -> Gradients:
-        """dx, dz and dw. weight: (N,), or (H, N) with rows (..., H, N), whose groups are served one
-        by one."""
+        """dx, dz and dw. weight: (N,), or (H, N) with rows (..., H, N), whose groups kernels serve
+        one by one."""
+        server = self.server(GATED_BACKWARDS[kind])
+        served = eps >= SMALLEST_EPS
+        if served and server.is_without_kernels(x):
+            server.count(x, weight)
+            served = False
+        if not served:
+            with torch.no_grad():
+                return gradients_by_formula(dy, x, z, weight, eps, kind)
         if weight is not None and weight.dim() == 2:
-            parts = [
-                self.backward(dy[..., h, :], x[..., h, :], z[..., h, :], weight[h], eps, kind)
-                for h in range(len(weight))
-            ]
-            dx, dz, dw = zip(*parts, strict=True)
+            groups = zip(dy.unbind(-2), x.unbind(-2), z.unbind(-2), weight, strict=True)
+            dx, dz, dw = zip(*(self.backward(*group, eps, kind) for group in groups), strict=True)
             return torch.stack(dx, -2), torch.stack(dz, -2), torch.stack(dw)
-        server = self.server(kind)
-        serve = server if eps >= SMALLEST_EPS else server.by_formula
-        found = serve({"x": x, "z": z, "dy": dy, "weight": weight, "eps": eps})
+        found = server({"x": x, "z": z, "dy": dy, "weight": weight, "eps": eps})
         return found["dx"], found["dz"], None if weight is None else found["dw"]
 
     def patch(self, model: torch.nn.Module) -> list[str]:
@@ -179,7 +203,7 @@ class GatedFunctions:
             return self.patch(model)
 
         def forward_of(kind: tuple[str, bool], group_size: int, wide: bool) -> Any:
-            missing = self.server(kind).missing
+            missing = self.server(GATED_BACKWARDS[kind]).missing
             if missing:
                 return f"{missing}, so that normforge.gated.patch alone serves it"
             return self._forward_of(kind, group_size, wide)
@@ -215,7 +239,7 @@ class GatedFunctions:
 
 
 class GatedPackage(GatedFunctions):
-    """The functions of a package of one backward of gated RMSNorms. Other activations and orders
+    """The functions of a package of one gated RMSNorm, or of the backward of one. Other operations
     are PyTorch's operators in it. Making one compiles nothing and does not touch CUDA."""
 
     def __init__(self, of: Path, name: str = "") -> None:
@@ -223,8 +247,8 @@ class GatedPackage(GatedFunctions):
         none."""
         self.folder = of
         self.operation = next((k.spec.operation for k in Table.load(of).kernels()), "")
-        if self.operation not in {one.name for one in GATED_BACKWARDS.values()}:
-            raise ValueError(f"{of} has no kernels of the backward of a gated RMSNorm")
+        if self.operation not in GATED:
+            raise ValueError(f"{of} has no kernels of a gated RMSNorm, nor of its backward")
         self._source = source_of(of, self.operation)
         super().__init__(self._source_of, name or str(of))
 
@@ -239,55 +263,3 @@ class GatedPackage(GatedFunctions):
         table = self._source(None).backward
         shapes = {entry.shape: dict(entry.provenance) for entry in table.tuned}
         return {"target": table.target, "shapes": shapes}
-
-
-class RMSNormGated(torch.nn.Module):
-    """A gated RMSNorm with the arguments, the state dict and the results of transformers'
-    Qwen3NextRMSNormGated and of mamba_ssm's RMSNormGated. The result has x's dtype.
-
-    Args:
-        hidden_size: columns of x.
-        eps: added to the mean square.
-        group_size: columns that are normalized together, None for all.
-        norm_before_gate: whether the norm is that of x, or of x * act(gate).
-        activation: "silu" or "sigmoid".
-    """
-
-    _package: ClassVar[GatedFunctions]
-    """Every package has a subclass of this class."""
-
-    def __init__(
-        self,
-        hidden_size: int,
-        eps: float = 1e-6,
-        group_size: int | None = None,
-        norm_before_gate: bool = True,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-        *,
-        activation: str = "silu",
-    ) -> None:
-        super().__init__()
-        self.activation, _ = kind_of(activation, norm_before_gate)
-        check_sizes(hidden_size, group_size, eps)
-        self.hidden_size, self.group_size, self.eps = hidden_size, group_size, float_of(eps)
-        self.norm_before_gate = norm_before_gate
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
-
-    def forward(
-        self, hidden_states: torch.Tensor, gate: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """The norm alone without a gate."""
-        if gate is None:
-            check_gated(hidden_states, hidden_states, self.weight, self.eps, self.group_size)
-            group = self.group_size or self.hidden_size
-            rows, weight = hidden_states.unflatten(-1, (-1, group)), self.weight.view(-1, group)
-            return norm_formula(rows, weight, self.eps, 0.0)[0].flatten(-2)
-        order = (self.activation, self.norm_before_gate, self.group_size)
-        return self._package.rms_norm_gated(hidden_states, gate, self.weight, self.eps, *order)
-
-    def extra_repr(self) -> str:
-        group = "" if self.group_size is None else f", group_size={self.group_size}"
-        order = "" if self.norm_before_gate else ", norm_before_gate=False"
-        gate = "" if self.activation == "silu" else f", activation={self.activation!r}"
-        return f"{self.hidden_size}, eps={self.eps}{group}{order}{gate}"

@@ -1,5 +1,6 @@
-"""A gated RMSNorm with autograd: the forward in PyTorch, which compilers fuse with what is around
-it, and the backward by an operator."""
+"""A gated RMSNorm with autograd. In plain eager code both directions are what a package serves.
+Elsewhere the forward is PyTorch's operators, which compilers fuse with what is around them, and the
+backward is an operator."""
 
 from __future__ import annotations
 
@@ -27,8 +28,18 @@ Gradients = tuple[torch.Tensor, torch.Tensor, "torch.Tensor | None"]
 """dx, dz, and dw where there is a weight."""
 
 
-class Backward(Protocol):
-    """What computes the backward of a package's gated norms."""
+class GatedNorms(Protocol):
+    """What computes a package's gated norms. kind: the activation, and whether the norm comes
+    before the gate."""
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        z: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float,
+        kind: tuple[str, bool],
+    ) -> torch.Tensor: ...
 
     def backward(
         self,
@@ -38,15 +49,14 @@ class Backward(Protocol):
         weight: torch.Tensor | None,
         eps: float,
         kind: tuple[str, bool],
-    ) -> Gradients:
-        """kind: the activation, and whether the norm comes before the gate."""
+    ) -> Gradients: ...
 
     def retire(self) -> None: ...
 
     def of_form(self, form: str) -> Any: ...
 
 
-SERVED: Served[Backward] = Served()
+SERVED: Served[GatedNorms] = Served()
 _SCHEMA = (
     "(Tensor dy, Tensor x, Tensor z, Tensor? weight, float eps, str activation,"
     " bool norm_before_gate, str package) -> (Tensor, Tensor, Tensor)"
@@ -57,7 +67,8 @@ def _run(*given: Any) -> tuple[torch.Tensor, ...]:
     dy, x, z, weight, eps, activation, norm_before_gate, package = given
     kind = (activation, norm_before_gate)
     dx, dz, dw = SERVED(package).backward(dy, x, z, weight, eps, kind)
-    return dx, dz, x.new_empty(0) if dw is None else dw
+    # As `_fake` says, whatever the strides of the rows.
+    return dx.contiguous(), dz.contiguous(), x.new_empty(0) if dw is None else dw
 
 
 def _fake(*given: Any) -> tuple[torch.Tensor, ...]:
@@ -83,22 +94,29 @@ def formula(
     return gated_rmsnorm(x.to(compute), z.to(compute), scale, eps, *kind).to(x.dtype)
 
 
-def _differentiable(dy: Any, x: Any, z: Any, weight: Any, eps: float, kind: Any) -> Gradients:
-    """The gradients by PyTorch's operators, with gradients of their own."""
+def gradients_by_formula(dy: Any, x: Any, z: Any, weight: Any, eps: float, kind: Any) -> Gradients:
+    """The gradients by PyTorch's operators. Differentiable."""
     given = {"dy": dy, "x": x, "z": z, "weight": weight, "eps": eps}
     found = evaluate(GATED_BACKWARDS[kind], given)
     dw = None if weight is None else found["dw"].to(weight.dtype)
     return found["dx"].to(x.dtype), found["dz"].to(x.dtype), dw
 
 
+def _forward(x: Any, z: Any, weight: Any, eps: float, kind: Any, package: str) -> torch.Tensor:
+    """y without gradients, of tensors that `_is_ours` has seen."""
+    if is_dynamo_compiling() or watched() or not all(map(is_plain, (x, z, weight))):
+        return formula(x, z, weight, eps, kind)
+    return SERVED(package).forward(x, z, weight, eps, kind)
+
+
 class GatedNode(torch.autograd.Function):
-    """A call of `formula`, with the name of the package whose kernels are its backward."""
+    """A call of `_forward`."""
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> torch.Tensor:
         x, z, weight, ctx.eps, ctx.kind, ctx.package = given
         ctx.save_for_backward(x, z, weight)
-        return formula(x, z, weight, ctx.eps, ctx.kind)
+        return _forward(*given)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
@@ -107,7 +125,7 @@ class GatedNode(torch.autograd.Function):
         if not is_dynamo_compiling() and (
             torch.is_grad_enabled() or transforms_active() or is_batched(dy)
         ):
-            dx, dz, dw = _differentiable(*given, ctx.kind)
+            dx, dz, dw = gradients_by_formula(*given, ctx.kind)
         elif is_dynamo_compiling() or watched() or not is_plain(dy):
             dx, dz, dw = rms_norm_gated_backward(*given, *ctx.kind, ctx.package)
         else:
@@ -115,21 +133,23 @@ class GatedNode(torch.autograd.Function):
         return dx, dz, dw if ctx.needs_input_grad[2] else None, None, None, None
 
 
-def _is_served(*given: Any) -> bool:
+def _is_ours(*given: Any) -> bool:
     """Whether a node may take these. Transforms, forward mode, tracers and subclasses of tensors
     know PyTorch's operators alone; modes and fake tensors know ours, too."""
     if is_dynamo_compiling():  # it cannot trace the other questions, and grads of functions refuse
         return all(map(is_plain, given))
-    if not torch.is_grad_enabled() or transforms_active() or tracing() is not None:
+    if transforms_active() or tracing() is not None:
         return False
     plain = all(is_plain(one) or isinstance(one, FakeTensor) for one in given)
     return plain and not has_tangent(*given)
 
 
 def gated_norm(x: Any, z: Any, weight: Any, eps: float, kind: Any, package: str) -> torch.Tensor:
-    """`formula` with the backward of a package, where PyTorch's operators do not serve."""
-    if not _is_served(x, z, weight):
+    """`formula` as a package serves it; by PyTorch's operators where it does not."""
+    if not _is_ours(x, z, weight):
         return formula(x, z, weight, eps, kind)
+    if not torch.is_grad_enabled():
+        return _forward(x, z, weight, eps, kind, package)
     try:
         y: torch.Tensor = GatedNode.apply(x, z, weight, eps, kind, package)
     except RuntimeError as error:

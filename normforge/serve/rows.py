@@ -48,25 +48,46 @@ class RowServer:
         of shape (..., N), numbers as a float. Raises TypeError or ValueError, in one sentence, for
         what does not fit together."""
         x = self._check(tensors)
-        if collecting.recorder is not None:
-            columns, added = self._columns_of(tensors), added_to(self.operation.signature, tensors)
-            collecting.recorder.count(self.operation.name, x, columns, dresidual=added)
-        if x.device.type == "cuda" and x.numel() and x.dtype in DTYPES:
+        self.count(x, self._columns_of(tensors), added_to(self.operation.signature, tensors))
+        if not self.is_without_kernels(x):
             with torch.cuda.device(x.device), torch.no_grad():
                 served = self._by_kernel(x, tensors)
             if not isinstance(served, str):
                 return served
-            self._warn(f"{served}; using the formula of {self.operation.name} in PyTorch")
+            self._warn_of(served)
         return self._by_formula(x, tensors)
+
+    def _warn_of(self, why: str) -> None:
+        self._warn(f"{why}; using the formula of {self.operation.name} in PyTorch")
 
     @property
     def missing(self) -> str:
         """Why there are no kernels at all, "" where there are."""
         return self._source if isinstance(self._source, str) else ""
 
-    def by_formula(self, tensors: Tensors) -> dict[str, torch.Tensor]:
-        """The same by the formula."""
-        return self._by_formula(self._check(tensors), tensors)
+    def count(
+        self,
+        x: torch.Tensor,
+        columns: torch.Tensor | None,
+        added: torch.Tensor | None = None,
+    ) -> None:
+        """Tell who collects of a call, or of one for each group of rows (..., H, N) with columns
+        (H, N)."""
+        recorder = collecting.recorder
+        if recorder is None:
+            return
+        if columns is None or columns.dim() == 1:
+            recorder.count(self.operation.name, x, columns, dresidual=added)
+            return
+        for rows, one in zip(x.unbind(-2), columns, strict=True):
+            recorder.count(self.operation.name, rows, one)
+
+    def is_without_kernels(self, x: torch.Tensor) -> bool:
+        """Whether the formula serves all rows like x. Warns where a GPU has no kernels."""
+        served = x.device.type == "cuda" and x.numel() > 0 and x.dtype in DTYPES
+        if served and self.missing:
+            self._warn_of(self.missing)
+        return not served or bool(self.missing)
 
     def explain(self, M: int, N: int, dtype: str, weight_dtype: str = "") -> dict[str, Any]:
         """Which kernel serves M aligned rows of N columns ("bf16", "fp16" or "fp32"), and why."""
@@ -153,8 +174,7 @@ class RowServer:
 
     def _by_kernel(self, x: torch.Tensor, tensors: Tensors) -> dict[str, torch.Tensor] | str:
         """The outputs, or why no kernel serves the call. x's device is the current one."""
-        if isinstance(self._source, str):
-            return self._source
+        assert not isinstance(self._source, str)
         signature, N = self.operation.signature, x.shape[-1]
         given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         present = [t for t in (*signature.early, *signature.late) if t.name in given]

@@ -1,4 +1,4 @@
-"""A package of the backward of gated RMSNorms: emitted, imported, exported to stand alone, and
+"""A package of gated RMSNorms or of their backward: emitted, imported, exported to stand alone, and
 tuned by the command."""
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from generator.package.sources import variant_of
 from generator.package.standalone import add_library
 from generator.paths import REPOSITORY
 from generator.problem import Problem
-from normforge.operations import GATED_BACKWARDS
+from normforge.operations import GATED_BACKWARDS, GATED_FORWARDS
 from normforge.table import Table
 from tests.support.packages import H200, compiled
 from tests.support.samples import space_of
 
-KINDS = {one.name: kind for kind, one in GATED_BACKWARDS.items()}
+KINDS = {one.name: kind for some in (GATED_BACKWARDS, GATED_FORWARDS) for kind, one in some.items()}
 
 
 def emit(name: str, folder: Path) -> Problem:
@@ -75,10 +75,12 @@ def test_emitted_package_is_imported_and_says_which_kernel(
     package = importlib.import_module(name)
     try:
         kind = KINDS[name]
-        assert package.explain(4096, 128, "bf16", "", *kind)["kernel"] == kernel.file
+        way = {"forward": name.endswith("_forward")}
+        assert package.explain(4096, 128, "bf16", "", *kind, **way)["kernel"] == kernel.file
         other = ("silu" if kind[0] == "sigmoid" else "sigmoid", kind[1])
-        reason = package.explain(4096, 128, "bf16", "", *other)["reason"]
-        assert reason == f"{name} has kernels of {name} alone"
+        for no_kind, no_way in ((other, way), (kind, {"forward": not way["forward"]})):
+            reason = package.explain(4096, 128, "bf16", "", *no_kind, **no_way)["reason"]
+            assert reason == f"{name} has kernels of {name} alone"
         assert package.PROVENANCE["shapes"].keys() == {"4096x128:bf16"}
         use(package, kind)
     finally:
@@ -116,9 +118,11 @@ def test_a_package_stands_alone(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
-def test_the_command_tunes_it_like_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["gate_first_rmsnorm_backward", "gated_rmsnorm_sigmoid_forward"])
+def test_the_command_tunes_it_like_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     """Predicted, as no GPU is asked for, and checked in the emulator."""
-    name = "gate_first_rmsnorm_backward"
     line = [sys.executable, "tune.py", "--op", name, "--gpu", "gb200", "--trials", "3", "--json"]
     line += ["--shapes", "4096x128:bf16:fp32", "--out", str(tmp_path)]
     (shape,) = json.loads(run(*line))["shapes"]
@@ -126,7 +130,8 @@ def test_the_command_tunes_it_like_others(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.syspath_prepend(str(tmp_path))
     package = importlib.import_module(name)
     try:
-        found = package.explain(4096, 128, "bf16", "fp32", *KINDS[name])
+        way = name.endswith("_forward")
+        found = package.explain(4096, 128, "bf16", "fp32", *KINDS[name], forward=way)
         assert found["kernel"] == shape["variant"]
         use(package, KINDS[name])
     finally:

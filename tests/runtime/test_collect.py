@@ -175,6 +175,25 @@ def test_other_operations_count_by_their_names(
     }
 
 
+def test_gated_norms_count_in_both_directions_and_by_groups(recorder: Recorder) -> None:
+    x, z = leaf(6, 16), leaf(6, 16)
+    normforge.rms_norm_gated(x, z, leaf(16)).sum().backward()
+    normforge.rms_norm_gated(x, z, leaf(16), group_size=8).sum().backward()
+    normforge.rms_norm_gated(x, z, leaf(8), group_size=8, norm_before_gate=False).sum().backward()
+    with torch.no_grad():
+        normforge.rms_norm_gated(x, z, None, 1e-6, "sigmoid")
+    normforge.rms_norm_gated(x, z, leaf(16), 2.0**-97).sum().backward()  # a forward alone
+    assert counted(recorder) == {
+        "gated_rmsnorm_forward 6x16:fp32": 2,
+        "gated_rmsnorm_backward 6x16:fp32": 1,
+        "gated_rmsnorm_forward 6x8:fp32": 2,
+        "gated_rmsnorm_backward 6x8:fp32": 2,
+        "gate_first_rmsnorm_forward 12x8:fp32": 1,
+        "gate_first_rmsnorm_backward 12x8:fp32": 1,
+        "gated_rmsnorm_sigmoid_forward 6x16:fp32": 1,
+    }
+
+
 def test_calls_that_are_served_in_cpp_count(make: Any, machine: Any, tmp_path: Path) -> None:
     package = make()
     learned(package)

@@ -16,9 +16,16 @@ from torch.utils.checkpoint import checkpoint
 
 import normforge
 from normforge import RMSNormGated, rms_norm_gated
-from normforge.frontends.gated import GatedFunctions
 from normforge.frontends.gated_node import SERVED, rms_norm_gated_backward
 from normforge.gated import explain
+from normforge.operations import (
+    GATED,
+    GATED_BACKWARDS,
+    GATED_FORWARDS,
+    OPERATIONS,
+    RowOperation,
+)
+from normforge.serve.rows import RowServer
 
 KINDS = list(itertools.product(("silu", "sigmoid"), (True, False)))
 of_kind = pytest.mark.parametrize(("activation", "norm_before_gate"), KINDS)
@@ -165,6 +172,11 @@ def test_the_operator_is_what_pytorch_asks_of_one(activation: str, norm_before_g
         rows = [torch.rand(3, 2, D, dtype=dtype) for _ in range(3)]
         given = (*rows, weight, 1e-6, activation, norm_before_gate, "*/gated")
         torch.library.opcheck(rms_norm_gated_backward, given)
+    turned = [torch.rand(3, D, 2, dtype=torch.float64).mT for _ in range(3)]
+    torch.library.opcheck(
+        rms_norm_gated_backward,
+        (*turned, torch.rand(D).double(), 1e-6, activation, norm_before_gate, "*/gated"),
+    )
     assert normforge.gated.operators.rms_norm_gated_backward.v1 is rms_norm_gated_backward
 
 
@@ -221,51 +233,96 @@ def test_no_rows_have_gradients_of_zero() -> None:
 
 def test_without_a_package_it_says_so_and_the_formula_serves() -> None:
     for kind in KINDS:
-        found = explain(4096, 128, "bf16", "fp32", *kind)
-        assert found["how"] == "none"
-        assert re.fullmatch(r"there is no tuned package of \w+_backward", found["reason"])
+        for forward in (False, True):
+            found = explain(4096, 128, "bf16", "fp32", *kind, forward=forward)
+            assert found["how"] == "none"
+            way = "forward" if forward else "backward"
+            assert re.fullmatch(rf"there is no tuned package of \w+_{way}", found["reason"])
 
 
-def test_a_weight_of_its_own_for_each_group_is_served_group_by_group() -> None:
-    """Where the groups lie, without copies."""
-    functions = GatedFunctions(lambda operation: "none here", "test groups")
-    x, z, weight = (one.detach() for one in drawn(5, D))
-    seen = []
-    server = functions.server(("silu", True))
+class Kernels:
+    """In the place of a server with kernels: the formula, and what it was given."""
 
-    def serve(tensors: Any) -> Any:
-        seen.append(tensors)
-        return server.by_formula(tensors)
+    def __init__(self, operation: RowOperation, seen: list[Any]) -> None:
+        self._server = RowServer(operation, "no kernels")
+        self._seen = seen
 
-    functions._servers["silu", True] = serve  # type: ignore[assignment]
-    rows = [one.unflatten(-1, (-1, GROUP)) for one in (x, x, z, weight)]
-    dx, dz, dw = functions.backward(*rows, 1e-6, ("silu", True))
-    assert (dx.shape, dz.shape) == ((5, 3, GROUP), (5, 3, GROUP))
-    assert dw is not None and dw.shape == (3, GROUP)
-    for h, tensors in enumerate(seen):
-        assert tensors["z"].data_ptr() == z[:, h * GROUP :].data_ptr()
-        assert torch.equal(tensors["weight"], weight[h * GROUP : (h + 1) * GROUP])
-
-
-class Refusing:
-    """A server whose kernels must not be asked."""
-
-    def __init__(self, server: Any) -> None:
-        self.by_formula = server.by_formula
+    def is_without_kernels(self, x: torch.Tensor) -> bool:
+        return False
 
     def __call__(self, tensors: Any) -> Any:
-        raise AssertionError("a kernel was asked")
+        self._seen.append((self._server.operation.name, tensors))
+        return self._server(tensors)
 
 
-def test_a_tiny_eps_is_served_by_the_formula() -> None:
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The calls that kernels would serve."""
+    calls: list[Any] = []
+    servers = {name: Kernels(OPERATIONS[name], calls) for name in GATED}
+    monkeypatch.setattr(SERVED("*/gated"), "_servers", servers)
+    return calls
+
+
+@of_kind
+def test_kernels_serve_both_directions_of_eager_code(
+    activation: str, norm_before_gate: bool, seen: list[Any]
+) -> None:
+    given = drawn(3, D)
+    options = (1e-3, activation, norm_before_gate)
+    names = [of[activation, norm_before_gate].name for of in (GATED_FORWARDS, GATED_BACKWARDS)]
+    y = rms_norm_gated(*given, *options)
+    torch.autograd.grad(y.sum(), given)
+    assert [name for name, _ in seen] == names
+    for grad in (torch.no_grad, torch.inference_mode):
+        seen.clear()
+        with grad():
+            assert torch.equal(rms_norm_gated(*given, *options), y)
+        assert [name for name, _ in seen] == names[:1]
+
+
+def test_compiled_code_has_the_forward_of_pytorchs_operators(seen: list[Any]) -> None:
+    given = drawn(3, D, dtype=torch.float32)
+    torch.compiler.reset()
+    y = torch.compile(rms_norm_gated, fullgraph=True, backend="aot_eager")(*given)
+    assert seen == []
+    torch.autograd.grad(y.sum(), given)
+    assert [name for name, _ in seen] == ["gated_rmsnorm_backward"]
+
+
+def test_a_weight_of_its_own_for_each_group_is_served_group_by_group(seen: list[Any]) -> None:
+    """Where the groups lie, without copies."""
+    given = drawn(5, D)
+    x, z, weight = given
+    options = (1e-6, "silu", True, GROUP)
+    y, wanted = rms_norm_gated(*given, *options), written_out(*given, *options)
+    dy = torch.randn_like(y)
+    found = torch.autograd.grad(y, given, dy)
+    torch.testing.assert_close(y, wanted)
+    for one, other in zip(found, torch.autograd.grad(wanted, given, dy), strict=True):
+        torch.testing.assert_close(one, other)
+    assert len(seen) == 6
+    for at, (_, tensors) in enumerate(seen):
+        h = at % 3 * GROUP
+        assert tensors["x"].data_ptr() == x[:, h:].data_ptr()
+        assert tensors["z"].data_ptr() == z[:, h:].data_ptr()
+        assert torch.equal(tensors["weight"], weight[h : h + GROUP])
+
+
+def test_one_weight_for_all_groups_is_one_call(seen: list[Any]) -> None:
+    given = drawn(5, D, width=GROUP)
+    torch.autograd.grad(rms_norm_gated(*given, group_size=GROUP).sum(), given)
+    assert [tensors["x"].shape for _, tensors in seen] == [(5, 3, GROUP)] * 2
+
+
+def test_a_tiny_eps_is_served_by_the_formula(seen: list[Any]) -> None:
     """With it rstd may be more than kernels can square."""
-    functions = GatedFunctions(lambda operation: "none here", "test eps")
-    refusing: Any = Refusing(functions.server(("silu", True)))
-    functions._servers["silu", True] = refusing
-    x, z, weight = (one.detach() for one in drawn(5, D))
-    functions.backward(x, x, z, weight, 2.0**-97, ("silu", True))
-    with pytest.raises(AssertionError, match="a kernel was asked"):
-        functions.backward(x, x, z, weight, 2.0**-96, ("silu", True))
+    given = drawn(5, D)
+    for eps, calls in ((2.0**-97, 0), (2.0**-96, 1)):
+        y = rms_norm_gated(*given, eps)
+        seen.clear()
+        torch.autograd.grad(y.sum(), given)
+        assert len(seen) == calls
 
 
 # ---- The module ----------------------------------------------------------------------------------
