@@ -11,6 +11,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from .frontends.dtensor import register_sharding
+from .frontends.gated_patch import log_left
 from .frontends.module import RMSNorm
 from .frontends.operators import Operators
 from .frontends.package import NormPackage
@@ -168,9 +169,10 @@ class Package(NormPackage):
             The names of the norms that are now served.
         """
         names = patch(self._norm, model, casting)
-        if self.gated:
-            names += import_module(self.gated).functions.patch_tuned(model)
-        return names
+        if not self.gated:
+            log_left(model, "only normforge.gated.patch serves them beside this package")
+            return names
+        return names + import_module(self.gated).functions.patch_tuned(model)
 
     def unpatch(self, model: torch.nn.Module) -> list[str]:
         """Restore the forwards that `patch` replaced. Returns the names of these norms."""

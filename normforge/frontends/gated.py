@@ -185,8 +185,9 @@ class GatedFunctions:
 
         Each is tried on a few rows on the CPU, and left alone if it computes something else. The
         log says why (level INFO), and warns if no norm is served. Where a module rounds the
-        normalized rows to x's dtype, there is one rounding less. A call without a gate is the
-        module's own.
+        normalized rows to x's dtype, there is one rounding less. Those of mamba_ssm and
+        Flash-Linear-Attention, which run on GPUs alone, are known by their classes. A call without
+        a gate, and one with a residual, is the module's own.
         """
 
         def forward_for(module: Any) -> Any:
@@ -223,9 +224,9 @@ class GatedFunctions:
         key = (kind, group_size, wide)
         if key not in self._forwards:
 
-            def forward(module: Any, x: torch.Tensor, z: torch.Tensor | None) -> Any:
-                if z is None:
-                    return original_forward(module, x, z)
+            def forward(module: Any, x: torch.Tensor, z: Any, *others: Any) -> Any:
+                if z is None or any(one is not None and one is not False for one in others):
+                    return original_forward(module, x, z, *others)
                 dtype = torch.promote_types(x.dtype, z.dtype)
                 out = torch.promote_types(x.dtype, module.weight.dtype) if wide else x.dtype
                 dtype = torch.promote_types(dtype, out)

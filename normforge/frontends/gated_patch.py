@@ -1,8 +1,9 @@
-"""Which modules compute a gated RMSNorm, tried on a few rows on the CPU."""
+"""Which modules compute a gated RMSNorm: tried on a few rows on the CPU, or known by class."""
 
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -11,12 +12,14 @@ import torch
 
 from ..operations import GATED_BACKWARDS
 from ..operations.gated_rmsnorm_backward import gated_rmsnorm
+from .gated_checks import kind_of
 from .patch import ALREADY
 from .tried import (
     EPS_NAMES,
     are_close,
     eps_of,
     evenly,
+    is_called_so,
     results_of,
     rows_to_try,
     with_parameters,
@@ -26,6 +29,19 @@ _GATES = ("gate", "z", "g")
 """Names of the second argument of gated norms."""
 _OTHER = "it is not one weight, an eps and a forward of rows and a gate"
 _GROUPS = ("n_groups", "num_groups", "ngroups")
+_KNOWN: dict[str, Callable[[Any], tuple[Any, Any, int | None]]] = {
+    "mamba_ssm.ops.triton.layernorm_gated.RMSNorm": lambda module: (
+        *("silu", module.norm_before_gate),
+        module.group_size,
+    ),
+    "fla.modules.fused_norm_gate.FusedRMSNormGated": lambda module: (
+        *(module.activation, True),
+        None,
+    ),
+}
+"""By the class whose forward it is, of norms that run on GPUs alone: the activation, the order and
+the group size. Their results have x's dtype."""
+_log = logging.getLogger(__name__)
 
 
 def is_gated(module: Any) -> bool:
@@ -36,7 +52,10 @@ def is_gated(module: Any) -> bool:
 
 def _gate_of(module: Any) -> str:
     """The name of what the forward takes after the rows, if that is one argument."""
-    taken = [*inspect.signature(type(module).forward).parameters.values()]
+    try:
+        taken = [*inspect.signature(type(module).forward).parameters.values()]
+    except (TypeError, ValueError):  # code that says nothing of what it takes
+        return ""
     plain = all(one.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for one in taken)
     return taken[2].name if plain and len(taken) == 3 else ""
 
@@ -49,19 +68,39 @@ def forward_that_serves(
     the weight together."""
     if hasattr(type(module), "_package"):
         return ALREADY
-    weight = getattr(module, "weight", None)
-    if not isinstance(weight, torch.Tensor) or weight.dim() != 1 or not _gate_of(module):
+    weight, known = getattr(module, "weight", None), _known_of(module)
+    if not isinstance(weight, torch.Tensor) or weight.dim() != 1:
+        return _OTHER
+    if known is None and not _gate_of(module):
         return _OTHER
     has_eps = any(hasattr(module, name) for name in EPS_NAMES)
     if list(module.state_dict()) != ["weight"] or not has_eps:
         return _OTHER
     if type(eps_of(module)) is not float:
         return _OTHER
+    if known is not None:
+        activation, norm_before_gate, group_size = known(module)
+        kind = kind_of(activation, norm_before_gate)
+        return forward_of(kind, group_size or len(weight), False)
     found = _found(module)
     if isinstance(found, str):
         return found
     wide = _is_wide(module)
     return "its results have other dtypes" if wide is None else forward_of(*found, wide)
+
+
+def log_left(model: torch.nn.Module, why: str) -> None:
+    """Say that the gated norms of a model, if any, are left alone, but for those whose names have
+    made `patch` of other norms say so."""
+    left = sum(is_gated(one) and not is_called_so("RMSNorm", one) for one in model.modules())
+    if left:
+        _log.info("patch leaves %d gated norm%s alone: %s", left, "s" * (left != 1), why)
+
+
+def _known_of(module: Any) -> Any:
+    """What tells what a module computes whose class is known, None for others."""
+    owner = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
+    return _KNOWN.get(f"{owner.__module__}.{owner.__qualname__}")
 
 
 def _found(module: Any) -> tuple[tuple[str, bool], int] | str:

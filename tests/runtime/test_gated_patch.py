@@ -103,7 +103,7 @@ class RefusingRMSNormGated(MambaRMSNormGated):
 
 @pytest.fixture(autouse=True)
 def said(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    caplog.set_level(logging.INFO, logger="normforge.frontends.patch")
+    caplog.set_level(logging.INFO, logger="normforge.frontends")
     yield caplog
 
 
@@ -167,6 +167,85 @@ def test_its_gradients_are_a_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     for norm in model:
         results(norm, both())
     assert calls == [("silu", True), ("sigmoid", True), ("silu", False)]
+
+
+class OnGpusAlone(nn.Module):
+    """In the place of a Triton kernel, which would need a GPU: what it was called with."""
+
+    def __init__(self, **kept: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 2, WIDTH))
+        self.register_parameter("bias", None)
+        self.eps = 1e-5
+        for key, value in kept.items():
+            setattr(self, key, value)
+
+
+class MambaSsm(OnGpusAlone):
+    def forward(self, x: torch.Tensor, z: Any = None) -> Any:
+        return "the kernel's", z
+
+
+class FlashLinearAttention(OnGpusAlone):
+    def forward(
+        self,
+        x: torch.Tensor,
+        g: torch.Tensor,
+        residual: Any = None,
+        prenorm: bool = False,
+        residual_in_fp32: bool = False,
+    ) -> Any:
+        return "the kernel's", residual, prenorm
+
+
+def called(where: str, kind: type) -> Any:
+    """The same class under another name, in another module."""
+    module, _, name = where.rpartition(".")
+    members = {"forward": vars(kind)["forward"], "__module__": module, "__qualname__": name}
+    return type(name, (kind,), members)
+
+
+MAMBA_SSMS = called("mamba_ssm.ops.triton.layernorm_gated.RMSNorm", MambaSsm)
+FLAS = called("fla.modules.fused_norm_gate.FusedRMSNormGated", FlashLinearAttention)
+
+
+@pytest.mark.parametrize("norm_before_gate", [True, False])
+@pytest.mark.parametrize("group_size", [None, 8])
+def test_mamba_ssms_norm_is_known_by_its_class(
+    norm_before_gate: bool, group_size: int | None
+) -> None:
+    norm = patched(MAMBA_SSMS(group_size=group_size, norm_before_gate=norm_before_gate))
+    x, z = both(torch.bfloat16)
+    wanted = normforge.rms_norm_gated(
+        x, z, norm.weight, 1e-5, norm_before_gate=norm_before_gate, group_size=group_size
+    )
+    assert wanted.dtype == torch.bfloat16
+    assert torch.equal(norm(x, z), wanted)
+    assert torch.equal(norm(x, z=z), wanted)
+    assert norm(x) == ("the kernel's", None)
+
+
+@pytest.mark.parametrize("activation", ["swish", "silu", "sigmoid"])
+def test_flash_linear_attentions_norm_is_known_by_its_class(activation: str) -> None:
+    class FusedRMSNormSwishGate(FLAS):  # type: ignore[misc]
+        """With the forward that is known."""
+
+    for kind in (FLAS, FusedRMSNormSwishGate):
+        norm = patched(kind(activation=activation))
+        x, z = both()
+        wanted = normforge.rms_norm_gated(x, z, norm.weight, 1e-5, activation)
+        assert torch.equal(norm(x, z), wanted)
+        assert torch.equal(norm(x, g=z, prenorm=False), wanted)
+        assert norm(x, z, residual=x)[0] == "the kernel's"
+        assert norm(x, z, prenorm=True) == ("the kernel's", None, True)
+
+
+def test_a_class_that_is_derived_with_another_forward_is_tried() -> None:
+    class OtherRMSNorm(MAMBA_SSMS):  # type: ignore[misc]
+        def forward(self, x: torch.Tensor, z: Any = None) -> Any:
+            return x
+
+    assert patch(nn.Sequential(OtherRMSNorm(group_size=None, norm_before_gate=True))) == []
 
 
 LEFT: dict[str, tuple[Any, str]] = {
@@ -345,6 +424,16 @@ def test_the_patch_of_all_norms_serves_those_with_kernels(
     assert normforge.patch(model) == ["plain", "gated"]
     assert "by Normforge" in repr(model["gated"])  # type: ignore[index]
     assert normforge.unpatch(model) == ["plain", "gated"]
+
+
+def test_a_package_without_gated_norms_says_that_it_leaves_them(
+    said: pytest.LogCaptureFixture,
+) -> None:
+    model = hybrid()
+    assert normforge.batch_invariant.patch(model) == ["plain"]
+    words = said.records[-1].getMessage()
+    assert words.startswith("patch leaves 1 gated norm alone: only normforge.gated.patch serves")
+    assert normforge.batch_invariant.unpatch(model) == ["plain"]
 
 
 def no_kernels(device: int | None) -> Any:
