@@ -45,6 +45,7 @@ from generator.kernels.geometry import Config
 from generator.kernels.variant import make_variant
 from generator.paths import results_of
 from generator.problem import Problem, load_problems
+from generator.space.expressions import Names
 from generator.space.legal_configs import LegalConfigs
 from generator.space.load import load_space
 from generator.target import Target
@@ -72,11 +73,11 @@ _TAILS: tuple[Config, ...] = (
 )
 
 
-def window_mb(config: Mapping[str, Any], problem: Problem, sms: int) -> float:
-    """Megabytes of one tensor that all teams of a full grid work on at once."""
-    participants = (sms - config["spare_sms"]) * config["ctas_per_sm"] // config["cluster"]
-    rows = participants * config["rows_per_cta"] * config["rows_in_flight"]
-    return float(rows * problem.N * problem.itemsize / 2**20)
+def window_mb(config: Config, problem: Problem, target: Target) -> float:
+    """The window of a config in MiB (`window_bytes` of the search space)."""
+    names = Names(problem, target, True)
+    names.update(config)
+    return float(names["window_bytes"] / 2**20)
 
 
 def candidates(problem: Problem, target: Target) -> Iterator[Config]:
@@ -95,7 +96,7 @@ def candidates(problem: Problem, target: Target) -> Iterator[Config]:
     for values in product(*choices.values()):
         chosen = dict(zip(choices, values, strict=True))
         first, last = WINDOW_MB
-        if not first <= window_mb(chosen, problem, target.sms) <= last:
+        if not first <= window_mb(chosen, problem, target) <= last:
             continue
         for tail in _TAILS:
             config = {**_BASE, **tail, **chosen, "min_blocks": chosen["ctas_per_sm"]}

@@ -63,7 +63,7 @@ class LegalSampler(BaseSampler):
         self._rng = random.Random(seed)
         self._neighbours: dict[Key, Values] = {}
         self._walks: dict[Key, Iterator[Values]] = {}
-        self._expected: dict[Key, float] = {}
+        self._known_rows: dict[Key, Row] = {}
 
     def infer_relative_search_space(
         self, study: Study, trial: FrozenTrial
@@ -119,14 +119,19 @@ class LegalSampler(BaseSampler):
         return None if place is None else candidates[place]
 
     def _rows(self, configs: Sequence[Config]) -> list[Row]:
-        """For the surrogate: the places of the values, and what is expected by experience."""
-        rank = self.legal.rank
-        if self.experience is None:
-            return [rank(config) for config in configs]
-        keys = [self.legal.key(config) for config in configs]
-        new = {k: c for k, c in zip(keys, configs, strict=True) if k not in self._expected}
-        self._expected.update(zip(new, self.experience.expect([*new.values()]), strict=True))
-        return [(*rank(c), self._expected[k]) for k, c in zip(keys, configs, strict=True)]
+        """For the surrogate: the places of the values, the window, and what is expected by
+        experience."""
+        legal, rows = self.legal, self._known_rows
+        keys = [legal.key(config) for config in configs]
+        new = {k: c for k, c in zip(keys, configs, strict=True) if k not in rows}
+        facts: dict[Key, Row] = {
+            key: (*legal.rank(config), legal.window(config)) for key, config in new.items()
+        }
+        if self.experience is not None:
+            expected = self.experience.expect([*new.values()])
+            facts = {k: (*row, e) for (k, row), e in zip(facts.items(), expected, strict=True)}
+        rows.update(facts)
+        return [rows[key] for key in keys]
 
     def _random(self) -> Iterator[Values]:
         for _ in range(DRAWN):

@@ -27,6 +27,23 @@ GIVEN_NAMES = ("exact", "gpu", *_OF_PROBLEM, *_OF_TARGET)
 """Those that follow from the problem and the target alone."""
 
 
+def window_bytes(v: Geometry, problem: Problem, target: Target) -> int:
+    """The bytes of one tensor of M x N elements that all teams of a full grid work on at once:
+    participants x teams of a CTA x rows of a batch x bytes of a whole row of x.
+
+    A cluster is one participant and has whole rows, so its size counts once, in the number of
+    participants. Rows of a batch are the rows in flight, times 2 or 4 where threads of a warp share
+    several rows. Stages do not count: they hold rows that nobody works on yet. An `even` grid may
+    have a few teams less, and where M is small the whole tensor is less than a window.
+    """
+    whole_rows = _participants(v, target) * v.teams * v.batch_rows
+    return whole_rows * problem.N * problem.itemsize
+
+
+def _participants(v: Geometry, target: Target) -> int:
+    return int((target.sms - v["spare_sms"]) * v["ctas_per_sm"] // v["cluster"])
+
+
 class Derived(NamedTuple):
     """A number that follows from a config. knobs: those that it needs, as far as a space has them;
     value: computes it."""
@@ -39,6 +56,7 @@ _ROW = ("cluster", "threads_per_row", "vector_bytes")
 _BATCH = ("threads_per_row", "rows_in_flight")
 _CTA = ("threads_per_row", "rows_per_cta", "pipeline")
 _SM = (*_CTA, "ctas_per_sm")
+_GRID = ("ctas_per_sm", "cluster", "spare_sms")
 _SMEM = (
     *("strategy", "slice_columns", "cluster", "pipeline", "stages", "threads_per_row"),
     *("rows_per_cta", "rows_in_flight", "vector_bytes", "weight_in", "run_rows", "group_rows"),
@@ -72,10 +90,8 @@ DERIVED: dict[str, Derived] = {
         ),
     ),
     "batches": Derived(_BATCH, lambda v, p, t: ceil_div(p.M, v.batch_rows)),
-    "participants": Derived(
-        ("ctas_per_sm", "cluster", "spare_sms"),
-        lambda v, p, t: (t.sms - v["spare_sms"]) * v["ctas_per_sm"] // v["cluster"],
-    ),
+    "participants": Derived(_GRID, lambda v, p, t: _participants(v, t)),
+    "window_bytes": Derived((*_GRID, *_BATCH, "rows_per_cta"), window_bytes),
     "smem_bytes": Derived(_SMEM, lambda v, p, t: v.smem_bytes),
     "resident_smem": Derived(
         (*_SMEM, "ctas_per_sm"),

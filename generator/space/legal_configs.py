@@ -49,6 +49,12 @@ class LegalConfigs:
         """Places of the values in the file: the fixed order that breaks ties."""
         return tuple(knob.choices.index(config[knob.name]) for knob in self.space.knobs)
 
+    def window(self, config: Config) -> int:
+        """The bytes of one tensor that a full grid works on at once (`window_bytes`)."""
+        names = Names(self.problem, self.target, True)
+        names.update(config)
+        return int(names["window_bytes"])
+
     def is_legal(self, config: Config) -> bool:
         """Whether a config that may come from another space is legal as it stands."""
         known = {knob.name: knob.choices for knob in self.space.knobs}

@@ -22,10 +22,11 @@ def test_window_is_the_rows_under_way() -> None:
         "cluster": 2,
         "rows_per_cta": 3,
         "rows_in_flight": 1,
+        "threads_per_row": 128,
     }
-    assert pipelines.window_mb(config, PROBLEM, 132) == pytest.approx(66 * 3 * 8192 / 2**20)
+    assert pipelines.window_mb(config, PROBLEM, H200) == pytest.approx(66 * 3 * 8192 / 2**20)
     more = {**config, "spare_sms": 32, "ctas_per_sm": 2, "rows_in_flight": 2}
-    assert pipelines.window_mb(more, PROBLEM, 132) == pytest.approx(100 * 6 * 8192 / 2**20)
+    assert pipelines.window_mb(more, PROBLEM, H200) == pytest.approx(100 * 6 * 8192 / 2**20)
 
 
 def test_configs_are_legal_have_a_producer_and_are_spread_over_families() -> None:
@@ -39,7 +40,7 @@ def test_configs_are_legal_have_a_producer_and_are_spread_over_families() -> Non
     for config in found:
         assert legal.is_legal(config)
         assert config["pipeline"] == "producer"
-        assert first <= pipelines.window_mb(config, PROBLEM, H200.sms) <= last
+        assert first <= pipelines.window_mb(config, PROBLEM, H200) <= last
     families = Counter(tuple(config[knob] for knob in pipelines.FAMILY) for config in found)
     assert len(families) > 20
     assert max(families.values()) <= pipelines.OF_FAMILY

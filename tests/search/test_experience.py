@@ -72,6 +72,11 @@ def test_fast_trials_of_a_shape_count_most(monkeypatch: pytest.MonkeyPatch) -> N
     assert weights == sorted(weights, reverse=True) and weights[0] > 2 * weights[-1]
 
 
+def test_the_window_is_among_what_is_learned_from(experience: Experience) -> None:
+    config = {**LEGAL.first(1)[0], "rows_per_cta": 2}
+    assert LEGAL.window(config) in experience._features(config, PROBLEM)
+
+
 def test_what_is_expected_is_relative_to_the_best_of_a_shape(experience: Experience) -> None:
     """In whatever unit its times are; and trials that may not win count for nothing."""
     slower = [(p, [(c, 3 * t) for c, t in own]) for p, own in map(trials, OTHERS)]

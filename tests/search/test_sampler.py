@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from statistics import fmean, median
+from typing import Any
 
 import pytest
 from optuna.trial import TrialState
@@ -270,6 +271,22 @@ def test_most_surrogate_proposals_are_near_the_best() -> None:
     changes = [change(number) for number in range(FIRST, len(configs))]
     assert sum(changed <= 4 for changed in changes) > len(changes) / 2
     assert min(changes) == 1
+
+
+def test_the_surrogate_is_told_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what was tried, of what is under way and of the candidates."""
+    told: list[tuple[float, ...]] = []
+
+    def watched(tried: Any, times: Any, pending: Any, candidates: Any, expected: Any) -> int:
+        told.extend((*tried, *pending, *candidates))
+        return 0
+
+    monkeypatch.setattr("generator.search.sampler.most_promising", watched)
+    ask_and_tell(LegalSampler(LEGAL, seed=1), FIRST + 3)
+    configs = {LEGAL.rank(LEGAL.config(key)): key for key in map(LEGAL.key, proposed(1, FIRST))}
+    seen = [(configs[row[:-1]], row[-1]) for row in told if row[:-1] in configs]
+    assert {key for key, _ in seen} == {*configs.values()}
+    assert all(window == LEGAL.window(LEGAL.config(key)) for key, window in seen)
 
 
 def test_planned_configs_go_first_as_they_are() -> None:

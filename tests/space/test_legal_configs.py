@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from generator.kernels.strategies import REDUCTION_KNOBS
+from generator.problem import Problem
 from generator.space.expressions import Names
+from generator.space.legal_configs import LegalConfigs
 from tests.support.synthetic import LEGAL, PROBLEM, SPACE, TARGET
 
 
@@ -35,6 +39,32 @@ def test_registers_that_a_config_may_use_are_those_of_its_share_of_an_sm() -> No
     assert budgets == [255, 65536 // 512 // 8 * 8, 65536 // 1024 // 8 * 8]
     names["register_cap"] = 40
     assert names["register_budget"] == 40
+
+
+WINDOW_KNOBS = {
+    **{"spare_sms": 0, "ctas_per_sm": 1, "cluster": 1, "rows_per_cta": 1, "rows_in_flight": 1},
+    "threads_per_row": 128,
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "rows"),
+    [
+        ({}, 132),
+        ({"ctas_per_sm": 3, "rows_per_cta": 4, "rows_in_flight": 2}, 132 * 3 * 4 * 2),
+        ({"cluster": 2}, 66),  # pairs, with a whole row each
+        ({"cluster": 8, "spare_sms": 12, "ctas_per_sm": 3}, 120 * 3 // 8),
+        ({"threads_per_row": 8, "rows_in_flight": 2}, 132 * 4 * 2),  # a warp has 4 rows abreast
+        ({"threads_per_row": 32, "stages": 6}, 132),  # what is only loaded does not count
+    ],
+)
+def test_a_window_is_the_whole_rows_that_a_full_grid_works_on(
+    changed: dict[str, int], rows: int
+) -> None:
+    config = {**LEGAL.first(1)[0], **WINDOW_KNOBS, **changed}
+    for shape, row_bytes in (("4096x1024:bf16", 2048), ("64x1024:fp32", 4096)):
+        legal = LegalConfigs(SPACE, Problem.parse(shape), TARGET)
+        assert legal.window(config) == rows * row_bytes
 
 
 def test_a_value_that_the_space_does_not_have_is_not_allowed() -> None:

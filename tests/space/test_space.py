@@ -22,6 +22,7 @@ from generator.problem import Problem, load_problems
 from generator.space import load
 from generator.space import space as space_module
 from generator.space.expressions import Names
+from generator.space.legal_configs import LegalConfigs
 from generator.space.load import SPACE_FILE, load_space, space_file
 from generator.space.space import Rule, Space
 from generator.target import Target, find_target, load_targets
@@ -434,6 +435,24 @@ def test_expression_that_cannot_be_computed_is_one_sentence(
         broken.sample(PROBLEM, find_target("h200"), random.Random(0))
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_window_may_stand_in_rules_and_below_its_knobs_in_conditions(
+    write: Callable[[Any], Path],
+) -> None:
+    target, limit = find_target("h200"), 2**20
+    rule = with_rule(f"window_bytes <= {limit}", "{window_bytes} bytes under way", "window")
+    narrow = LegalConfigs(load_space(write(rule)), PROBLEM, target)
+    for seed in range(20):
+        drawn = narrow.draw(random.Random(seed), ())
+        assert drawn is not None and narrow.window(drawn) <= limit
+    wide = SPACE.normalize({"ctas_per_sm": 8, "rows_per_cta": 2}, PROBLEM, target)
+    (rejection,) = narrow.space.broken_rules(wide, PROBLEM, target)[-1:]
+    assert str(rejection) == f"window: {132 * 8 * 2 * 2048} bytes under way"
+
+    load_space(write(changed(store_hint={"when": f"window_bytes <= {limit}"})))
+    above = refusal(write(changed(grid={"when": f"window_bytes <= {limit}"})))
+    assert "'when' uses window_bytes, which needs the later knob 'spare_sms'" in above
 
 
 @pytest.mark.parametrize(
