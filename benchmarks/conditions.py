@@ -43,7 +43,8 @@ SHAPES = (
     "16384x4096:bf16,65536x4096:bf16,4096x8192:bf16,16384x8192:bf16,4096x16384:bf16"
 )
 FAMILY = ("strategy", "order", "pipeline", "cluster", "threads_per_row", "rows_per_cta")
-"""Knobs by which two configs are of different families."""
+"""Knobs by which two configs are of different families here. Unlike the families of the search
+(generator/space/family.py), they tell all strategies apart; the committed results have them."""
 FAMILIES = 7
 """Of each shape, that of the winner among them."""
 HINTS = ("evict_last", "default")

@@ -3,10 +3,10 @@ that the package has for the shape.
 
     python -m benchmarks.pipelines --out pipelines.json [--shapes SHAPES] [--configs 170]
 
-The configs are drawn evenly over the families that the window rule leaves (clusters, threads per
-row, teams, CTAs per SM, rows in flight), with 0.9 to 3.2 MB of one tensor under way. Each is
-checked against float64 and for equal bits in five runs, and timed in one block beside the floor.
-The six fastest and the package's kernel are then timed in the same blocks, under each condition of
+The configs are drawn evenly over the families (generator/space/family.py) and numbers of teams that
+the window rule leaves, with 0.9 to 3.2 MB of one tensor under way. Each is checked against float64
+and for equal bits in five runs, and timed in one block beside the floor. The six fastest and the
+package's kernel are then timed in the same blocks, under each condition of
 generator/evaluate/gpu/rotation.py. No search chose them, and one may find faster ones. Exit code: 1
 where --seconds left shapes, 2 for bad input or without a GPU that has a package.
 """
@@ -46,6 +46,7 @@ from generator.kernels.variant import make_variant
 from generator.paths import results_of
 from generator.problem import Problem, load_problems
 from generator.space.expressions import Names
+from generator.space.family import family_of
 from generator.space.legal_configs import LegalConfigs
 from generator.space.load import load_space
 from generator.target import Target
@@ -56,9 +57,8 @@ SHAPES = (
     "65536x8192:bf16,4096x8192:bf16,16384x3072:bf16,24576x7168:fp32,32768x4096:bf16,"
     "65536x2048:bf16,16384x1024:bf16"
 )
-FAMILY = ("cluster", "threads_per_row", "rows_per_cta", "ctas_per_sm", "rows_in_flight")
 OF_FAMILY = 6
-"""Configs of one family, at most."""
+"""Configs of one family with as many teams, at most."""
 WINDOW_MB = (0.9, 3.2)
 CHECKED_RUNS, FINALISTS, FINAL_BLOCKS, FINAL_ROUNDS = 5, 6, 4, 12
 _BASE: Config = {
@@ -105,15 +105,15 @@ def candidates(problem: Problem, target: Target) -> Iterator[Config]:
 
 
 def drawn(problem: Problem, target: Target, number: int, seed: int) -> list[Config]:
-    """So many of them, a few of each family."""
+    """So many of them, a few of each family and number of teams."""
     found = list(candidates(problem, target))
     random.Random(seed).shuffle(found)
     count: Counter[tuple[Any, ...]] = Counter()
     chosen = []
     for config in found:
-        family = tuple(config[knob] for knob in FAMILY)
-        count[family] += 1
-        if count[family] <= OF_FAMILY:
+        kind = family_of(config), config["rows_per_cta"]
+        count[kind] += 1
+        if count[kind] <= OF_FAMILY:
             chosen.append(config)
     return chosen[:number]
 

@@ -144,7 +144,9 @@ class _Search:
         self.study = optuna.create_study(sampler=self.sampler)
         self.study.add_trials([trial for _, trial in candidates.values()])
 
-        self.incumbent, starts = incumbent_and_starts(legal, evaluator, winners, log.name)
+        self.incumbent, starts = incumbent_and_starts(
+            legal, evaluator, winners, log.name, rng, experience.expect if experience else None
+        )
         self.proposals = Proposals(
             legal=legal,
             rng=rng,

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import pipelines
 from generator.problem import Problem
+from generator.space.family import family_of
 from generator.space.legal_configs import LegalConfigs
 from generator.space.load import load_space
 from tests.support.forward import H200
@@ -41,9 +42,9 @@ def test_configs_are_legal_have_a_producer_and_are_spread_over_families() -> Non
         assert legal.is_legal(config)
         assert config["pipeline"] == "producer"
         assert first <= pipelines.window_mb(config, PROBLEM, H200) <= last
-    families = Counter(tuple(config[knob] for knob in pipelines.FAMILY) for config in found)
-    assert len(families) > 20
-    assert max(families.values()) <= pipelines.OF_FAMILY
+    kinds = Counter((family_of(config), config["rows_per_cta"]) for config in found)
+    assert len(kinds) > 20
+    assert max(kinds.values()) <= pipelines.OF_FAMILY
     assert {config["column_sums"] for config in found} == {"early", "late"}
 
 

@@ -147,6 +147,28 @@ def test_a_sampler_with_experience_begins_with_what_it_expects(experience: Exper
     assert len({LEGAL.key(config) for config in first}) == FIRST
 
 
+def test_with_experience_the_surrogate_is_told_the_window(
+    experience: Experience, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what was tried, of what is under way and of the candidates."""
+    told: list[tuple[float, ...]] = []
+
+    def watched(tried: Any, times: Any, pending: Any, candidates: Any, expected: Any) -> int:
+        told.extend((*tried, *pending, *candidates))
+        return 0
+
+    monkeypatch.setattr("generator.search.sampler.most_promising", watched)
+    configs = ask_and_tell(LegalSampler(LEGAL, 1, experience), 4)
+    rows = {LEGAL.rank(config): LEGAL.window(config) for config in configs}
+    assert rows.keys() <= {row[:-2] for row in told}
+    assert all(
+        window == rows.get(rank, window) for *rank_, window, _ in told for rank in [tuple(rank_)]
+    )
+    told.clear()
+    configs = ask_and_tell(LegalSampler(LEGAL, 1), FIRST + 3)
+    assert set(map(LEGAL.rank, configs)) <= set(told), "it would mislead where nothing is known"
+
+
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("generator.search.experience.FEWEST_TRIALS", 10)

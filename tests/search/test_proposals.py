@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,11 +16,17 @@ from generator.kernels.strategies import is_deterministic
 from generator.kernels.variant import make_variant
 from generator.problem import Problem
 from generator.search.proposals import Proposals
-from generator.search.starts import incumbent_and_starts, warm_starts
+from generator.search.starts import (
+    FAMILIES,
+    incumbent_and_starts,
+    one_of_each_family,
+    warm_starts,
+)
+from generator.space.family import family_of
 from generator.space.legal_configs import LegalConfigs
 from generator.studies.records import Record, Winner
 from generator.studies.storage import open_storage
-from tests.support.searches import DETERMINISTIC, ratio_of, records, search, won
+from tests.support.searches import DETERMINISTIC, of_families, ratio_of, records, search, won
 from tests.support.synthetic import (
     FLOOR_US,
     LEGAL,
@@ -163,8 +170,102 @@ def test_equal_winners_take_one_place_among_the_starts() -> None:
 
     other = make_winner(DETERMINISTIC[3], problem=Problem.parse("8192x1024:bf16"))
     legal = LegalConfigs(SPACE, PROBLEM, TARGET)
-    found = incumbent_and_starts(legal, Preferring(), [other], "a study")
+    found = incumbent_and_starts(legal, Preferring(), [other], "a study", random.Random(0))
     assert found == (None, DETERMINISTIC[:4])
+
+
+def test_starts_are_one_of_each_family_from_every_side(storage: BaseStorage) -> None:
+    """However many winners are near, those of another dtype and of another GPU have their turns;
+    and of several of a family the nearest is tried."""
+    *here, wider, there, farther = of_families(FAMILIES + 3)
+    first = here[0]
+    near = {**first, "store_hint": "streaming" if first["store_hint"] == "default" else "default"}
+    assert LEGAL.is_legal(near) and family_of(near) == family_of(first)
+
+    def at(shape: str, config: Config, target: str = "h200") -> Winner:
+        return make_winner(config, problem=Problem.parse(shape), target=target)
+
+    winners = [at("65536x1024:bf16", farther, "h100"), at("4096x1024:bf16", there, "h100")]
+    winners += [at(f"{2 ** (14 + place)}x1024:bf16", config) for place, config in enumerate(here)]
+    winners += [at("4096x1024:fp32", wider), at("8192x1024:bf16", near)]
+    expected = [near, wider, there, here[1], farther, *here[2 : FAMILIES - 3]]
+    assert one_of_each_family(LEGAL, winners, random.Random(0)) == expected
+    search(storage, trials=20, known_winners=winners)
+    assert [dict(record.config) for record in records(storage)][:FAMILIES] == expected
+
+
+def test_what_is_expected_decides_among_the_starts_of_the_same_gpu() -> None:
+    """The best of each family, the best family first; other GPUs keep their turns. No more are
+    looked at than take a moment."""
+    *here, there, farther = of_families(FAMILIES + 4)
+    worse, better = here[0], {**here[0], "store_hint": "default"}
+    assert worse["store_hint"] != "default" and LEGAL.is_legal(better)
+
+    def at(shape: str, config: Config, target: str = "h200") -> Winner:
+        return make_winner(config, problem=Problem.parse(shape), target=target)
+
+    winners = [at("65536x1024:bf16", farther, "h100"), at("4096x1024:bf16", there, "h100")]
+    winners += [at(f"{4097 + place}x1024:bf16", config) for place, config in enumerate(here)]
+    winners += [at("4096x1024:fp32", better)]
+    ranked = [*reversed(here[1:]), better, worse]
+    asked: list[int] = []
+
+    def expect(configs: Sequence[Config]) -> list[float]:
+        asked.append(len(configs))
+        return [float(ranked.index(dict(config))) for config in configs]
+
+    found = one_of_each_family(LEGAL, winners, random.Random(0), expect)
+    assert found == [ranked[0], there, ranked[1], farther, *ranked[2 : FAMILIES - 2]]
+    found = one_of_each_family(LEGAL, winners, random.Random(0), expect, number=30)
+    assert [config for config in found if config in (better, worse)] == [better]
+    ranked += LEGAL.first(50)
+    many = [at(f"{4097 + place}x1024:bf16", config) for place, config in enumerate(ranked[-50:])]
+    one_of_each_family(LEGAL, many, random.Random(0), expect)
+    assert asked == [len(here) + 1, len(here) + 1, 40]
+
+
+def test_a_search_asks_its_experience_about_the_starts(
+    storage: BaseStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worse, better = of_families(2)
+
+    class Known:
+        def expect(self, configs: Sequence[Config]) -> list[float]:
+            return [0.0 if dict(config) == better else 1.0 for config in configs]
+
+    monkeypatch.setattr("generator.search.search.learn", lambda *_: Known())
+    winners = [
+        make_winner(config, problem=Problem.parse(f"{M}x1024:bf16"))
+        for M, config in ((8192, worse), (65536, better))
+    ]
+    evaluator = FakeEvaluator()
+    search(storage, evaluator, trials=10, known_winners=winners)
+    assert evaluator.evaluated[:2] == [better, worse]
+
+
+def test_so_many_families_are_enough_to_start_from() -> None:
+    configs = of_families(FAMILIES + 3)
+    winners = [
+        make_winner(config, problem=Problem.parse(f"{2 ** (13 + place)}x1024:bf16"))
+        for place, config in enumerate(configs)
+    ]
+    legal = LegalConfigs(SPACE, PROBLEM, TARGET)
+    found = incumbent_and_starts(legal, FakeEvaluator(), winners, "a study", random.Random(0))
+    assert found == (None, configs[:FAMILIES])
+
+
+def test_starts_are_of_distinct_families_once_they_are_legal() -> None:
+    """Two families elsewhere may be one where a value is not to be had."""
+    first, other = of_families(2)
+    illegal = {**first, "threads_per_row": 1024, "rows_per_cta": 8, "ctas_per_sm": 8}
+    assert not LEGAL.is_legal(illegal)
+    winners = [
+        make_winner(config, problem=Problem.parse(f"{M}x1024:bf16"))
+        for M, config in ((8192, first), (16384, illegal), (32768, other))
+    ]
+    found = one_of_each_family(LEGAL, winners, random.Random(0))
+    assert all(map(LEGAL.is_legal, found))
+    assert len({family_of(config) for config in found}) == len(found)
 
 
 def test_longer_rows_start_with_as_many_columns_in_each_cta() -> None:

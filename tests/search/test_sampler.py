@@ -6,11 +6,11 @@ import os
 import random
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
 
 import pytest
 from optuna.trial import TrialState
@@ -19,15 +19,19 @@ from generator.kernels.strategies import is_deterministic
 from generator.paths import REPOSITORY
 from generator.problem import Problem
 from generator.search.sampler import (
+    FAMILY_SHARE,
+    FEWEST_OF_FAMILY,
     FIRST,
     STEP,
     LegalSampler,
     NothingLeftError,
     distributions,
+    uncrowded,
 )
+from generator.space.family import family_of
 from generator.space.legal_configs import REDUCTION_KNOBS, LegalConfigs
 from generator.target import find_target
-from tests.support.searches import ask_and_tell, new_study, ratio_of
+from tests.support.searches import ask_and_tell, new_study, of_families, ratio_of
 from tests.support.synthetic import LEGAL, PROBLEM, SPACE, TARGET, shrink
 
 PLACES = [
@@ -273,20 +277,37 @@ def test_most_surrogate_proposals_are_near_the_best() -> None:
     assert min(changes) == 1
 
 
-def test_the_surrogate_is_told_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what was tried, of what is under way and of the candidates."""
-    told: list[tuple[float, ...]] = []
+@pytest.mark.parametrize("share", [FAMILY_SHARE, 1.0], ids=["limited", "free"])
+def test_no_family_takes_a_search_for_itself(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cost that one family alone makes low; without the limit it would have most proposals."""
+    monkeypatch.setattr("generator.search.sampler.FAMILY_SHARE", share)
+    best = family_of(min(proposed(1, 120), key=ratio_of))
+    sampler = LegalSampler(LEGAL, seed=1)
+    study = new_study(sampler)
+    configs = []
+    for _ in range(100):
+        trial = study.ask(distributions(SPACE))
+        configs.append(trial.params)
+        alike = sum(a == b for a, b in zip(family_of(trial.params), best, strict=True))
+        study.tell(trial, ratio_of(trial.params) * 1.5 ** (len(best) - alike))
+    most = Counter(map(family_of, configs)).most_common(1)[0]
+    assert (most[1] <= FAMILY_SHARE * len(configs)) is (share < 1)
 
-    def watched(tried: Any, times: Any, pending: Any, candidates: Any, expected: Any) -> int:
-        told.extend((*tried, *pending, *candidates))
-        return 0
 
-    monkeypatch.setattr("generator.search.sampler.most_promising", watched)
-    ask_and_tell(LegalSampler(LEGAL, seed=1), FIRST + 3)
-    configs = {LEGAL.rank(LEGAL.config(key)): key for key in map(LEGAL.key, proposed(1, FIRST))}
-    seen = [(configs[row[:-1]], row[-1]) for row in told if row[:-1] in configs]
-    assert {key for key, _ in seen} == {*configs.values()}
-    assert all(window == LEGAL.window(LEGAL.config(key)) for key, window in seen)
+def test_crowded_families_wait_until_others_had_their_share() -> None:
+    candidates = of_families(12)
+    one, *others = candidates
+    few = [one] * (FEWEST_OF_FAMILY - 1)
+    assert uncrowded(candidates, few) == candidates
+    assert uncrowded(candidates, [*few, one]) == others
+    enough = [config for config in others for _ in range(FEWEST_OF_FAMILY // 2)]
+    assert uncrowded(candidates, [*few, one, *enough]) == candidates, "less than a fifth of all"
+    assert uncrowded([one], [one] * 50) == [one], "there is nothing else"
+    two = candidates[:2]
+    assert uncrowded(two, [one] * 60 + [two[1]] * 2) == two, "of two, both may have any share"
+    three = candidates[:3]
+    assert uncrowded(three, [one] * 60 + [three[1]] * 20) == three[1:]
+    assert uncrowded([], []) == []
 
 
 def test_planned_configs_go_first_as_they_are() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import optuna
@@ -15,7 +16,8 @@ from generator.problem import Problem
 from generator.search.budget import Budget
 from generator.search.sampler import LegalSampler, distributions
 from generator.search.search import search_problem
-from generator.space.legal_configs import LegalConfigs
+from generator.space.family import Family, family_of
+from generator.space.legal_configs import LegalConfigs, Values
 from generator.space.space import Space
 from generator.studies.records import Record, Winner, study_name
 from generator.studies.study_log import StudyLog
@@ -57,6 +59,17 @@ def records(storage: BaseStorage, name: str = NAME) -> list[Record]:
 
 def ratio_of(config: Config) -> float:
     return cost(make_variant(config, PROBLEM))
+
+
+def of_families(count: int) -> list[Values]:
+    """Legal configs that may win, each of another family."""
+    rng = random.Random(5)
+    found: dict[Family, Values] = {}
+    while len(found) < count:
+        config = LEGAL.draw(rng, ())
+        assert config is not None
+        found.setdefault(family_of(config), config)
+    return list(found.values())
 
 
 def new_study(sampler: LegalSampler) -> optuna.Study:

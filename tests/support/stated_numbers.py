@@ -50,7 +50,7 @@ from normforge.spec import CHUNK_ROWS
 from tests.support.accuracy import MARGIN
 from tests.support.entry_points import WHOLE_FROM
 
-WORD = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+WORD = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 VECTOR = fallback_kernels.COMMON_VECTOR_BYTES
 
 
@@ -73,6 +73,8 @@ def search() -> list[str]:
     return [
         f"until {sampler.FIRST} configs have been proposed",
         f"the {WORD[len(sampler.STEP)]} best trials and {sampler.DRAWN} new random configs",
+        f"a config of each of {WORD[starts.FAMILIES]}",
+        f"A family that has {percent(sampler.FAMILY_SHARE)} of the trials",
         f"from the {experience.STUDIES} nearest studies",
         f"for every {percent(surrogate.SCALE)} that a candidate",
         f"fewer than {experience.FEWEST_TRIALS} trials",
