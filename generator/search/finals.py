@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -19,6 +20,7 @@ from generator.problem import Problem
 from generator.result import Result
 from generator.search.budget import FINALISTS
 from generator.search.choose_winner import HOST_US, choose, preference_of
+from generator.space.family import family_of
 from generator.space.legal_configs import LegalConfigs
 from generator.studies.records import Finalist, Record, fastest_first, may_win
 
@@ -35,6 +37,9 @@ SHORTLIST_US = 12_000.0
 """Most time that they may take together in one round, and so fewer where they take long."""
 ONE_LAUNCH_PLACES = 2
 """Places in the finals for kernels of one launch where that may decide."""
+FAMILIES = 3
+"""Families in the finals at least, as far as there are so many: under the final checks and beside
+the others, a whole family may do better or worse than in the trials."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,7 @@ def hold_finals(
     next best are called up. The fastest variant that may not win runs in the first round, for its
     time. Records whose times are noisy are measured once more before, those most likely to count.
     Then many of the best are timed side by side, which decides who is called up first. The best
-    record runs in the first round in any case.
+    record runs in the first round in any case, and so does the best one of FAMILIES families.
 
     Raises NoisyError when no clean times can be had."""
     records = _cleared(legal, pool, evaluator, records, REMEASURED * size)
@@ -88,6 +93,7 @@ def hold_finals(
         waiting = _shortlisted(legal, pool, evaluator, ranked, us, size)
         if us < HOST_US:
             waiting = _with_one_launch(waiting, size)
+        waiting = _with_families(waiting, size, one_launch=us < HOST_US)
     if ranked and ranked[0].config not in waiting[:size]:
         # Whoever reads the study wants to know what became of its best trial.
         called.append(ranked[0].config)
@@ -205,6 +211,21 @@ def _with_one_launch(ranked: list[Config], size: int) -> list[Config]:
     chosen = [config for config in ranked if launches(config) == 1][:places]
     others = [config for config in ranked if config not in chosen]
     return others[: size - len(chosen)] + chosen + others[size - len(chosen) :]
+
+
+def _with_families(ranked: list[Config], size: int, one_launch: bool) -> list[Config]:
+    """The configs, the best of FAMILIES families among the first `size`. The last of a family with
+    more there gives way; with one_launch, one of two launches if there is any."""
+    first, rest = ranked[:size], ranked[size:]
+    while True:
+        count = Counter(map(family_of, first))
+        newcomer = next((config for config in rest if family_of(config) not in count), None)
+        if newcomer is None or len(count) >= min(FAMILIES, size):
+            return first + rest
+        several = [config for config in reversed(first) if count[family_of(config)] > 1]
+        leaver = max(several, key=lambda config: one_launch and launches(config) > 1)
+        first = [config for config in first if config is not leaver] + [newcomer]
+        rest = [leaver, *(config for config in rest if config is not newcomer)]
 
 
 def _fastest_us(records: Sequence[Record]) -> float:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -19,7 +20,7 @@ from generator.kernels.variant import Variant, make_variant
 from generator.paths import GENERATED
 from generator.report.reason import passed_over, reason
 from generator.result import Result
-from generator.search import choose_winner
+from generator.search import choose_winner, finals
 from generator.search.choose_winner import (
     HOST_US,
     INCUMBENT_TIE,
@@ -180,9 +181,10 @@ def tried(configs: Sequence[Config], us: float) -> list[Record]:
 
 
 def rounds(configs: Sequence[Config], us: float, size: int) -> list[list[dict[str, int | str]]]:
-    """Who is called up where nobody passes."""
+    """Who is called up where nobody passes and all may be of one family."""
     evaluator = FakeEvaluator(final=lambda variant: Result("crashed", note="planted"))
-    hold_finals(LEGAL, FakePool(), evaluator, tried(configs, us), None, size)
+    with patch.object(finals, "FAMILIES", 1):
+        hold_finals(LEGAL, FakePool(), evaluator, tried(configs, us), None, size)
     return evaluator.finalists
 
 

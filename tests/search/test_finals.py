@@ -22,13 +22,16 @@ from generator.search.finals import (
     SHORTLIST,
     SHORTLIST_US,
     Final,
+    _with_families,
     contenders,
     fastest_ineligible,
     hold_finals,
 )
+from generator.space.family import family_of
+from generator.space.legal_configs import Values
 from generator.studies.records import Record
 from generator.studies.study_log import StudyLog, stored_winners
-from tests.support.searches import DETERMINISTIC, ratio_of, records, search, won
+from tests.support.searches import DETERMINISTIC, of_families, ratio_of, records, search, won
 from tests.support.synthetic import (
     FLOOR_US,
     LEGAL,
@@ -96,6 +99,13 @@ class Shortlister(FakeEvaluator):
         return [cost(variant) for variant, _ in entries] if self.clean else []
 
 
+@pytest.fixture
+def any_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finals whose places depend on times alone."""
+    monkeypatch.setattr("generator.search.finals.FAMILIES", 1)
+
+
+@pytest.mark.usefixtures("any_family")
 def test_who_is_among_the_best_is_found_side_by_side(storage: BaseStorage) -> None:
     evaluator = Shortlister()
     search(storage, evaluator, trials=60)
@@ -130,6 +140,7 @@ def test_the_best_trial_is_in_the_finals_beside_the_best_of_the_shortlist(
     assert called == [LEGAL.key(config) for config in sorted(shortlisted, key=ratio_of)[:FINALISTS]]
 
 
+@pytest.mark.usefixtures("any_family")
 def test_without_clean_times_side_by_side_the_trials_decide(storage: BaseStorage) -> None:
     evaluator = Shortlister(clean=False)
     search(storage, evaluator, trials=60)
@@ -366,6 +377,46 @@ def test_one_that_may_not_win_is_not_chosen_for_its_own_slow_floor() -> None:
     fast, slow = (record(config, 1.1, repr(config), "nondeterministic") for config in free)
     slow = replace(slow, result=timed(1.0, "nondeterministic", floor_us=1.2 * FLOOR_US))
     assert held([slow, fast, *sound])[0] == fast.config
+
+
+def variations(config: Config, count: int) -> list[Values]:
+    """Legal configs of the same family, the given one first."""
+    found = {LEGAL.key(config): dict(config)}
+    for start in [config, *LEGAL.around(config, random.Random(1))]:
+        for near in (dict(start), *LEGAL.around(start, random.Random(1))):
+            if family_of(near) == family_of(config):
+                found.setdefault(LEGAL.key(near), near)
+        if len(found) >= count:
+            break
+    assert len(found) >= count
+    return list(found.values())[:count]
+
+
+@pytest.mark.parametrize("others", [0, 1, 2, 3])
+def test_three_families_are_in_the_finals_where_there_are_so_many(others: int) -> None:
+    """However far the best of the second and the third are behind many of the first."""
+    one, *rest = of_families(1 + others)
+    alike = variations(one, 9)
+    fast = [record(config, 1.1 + place / 1000, f"a{place}") for place, config in enumerate(alike)]
+    slow = [record(config, 1.3 + place / 100, f"b{place}") for place, config in enumerate(rest)]
+    kept = min(others, 2)
+    assert held([*slow, *fast]) == [*alike[: 6 - kept], *rest[:kept]]
+
+
+def test_another_family_takes_no_place_from_the_best_of_one_launch() -> None:
+    """In a short operation, where such a kernel may win though it is slower."""
+    separate = [config for config in of_families(30) if launches(config) == 2]
+    one, second, third = separate[:3]
+    ranked = sorted(variations(one, 20), key=lambda config: launches(config) == 1)
+    two = sum(launches(config) == 2 for config in ranked)
+    size = two + 2
+    assert two > 2 and len(ranked) >= size
+    finalists, others = ranked[:size], [*ranked[size:], second, third]
+    found = _with_families([*finalists, *others], size, one_launch=True)
+    assert found[:size] == [*finalists[: two - 2], *finalists[two:], second, third]
+    assert sorted(map(repr, found)) == sorted(map(repr, [*finalists, *others]))
+    found = _with_families([*finalists, *others], size, one_launch=False)
+    assert found[:size] == [*finalists[:two], second, third]
 
 
 def test_of_equal_machine_codes_the_first_of_the_space_stands_for_all() -> None:

@@ -75,6 +75,7 @@ def search() -> list[str]:
         f"the {WORD[len(sampler.STEP)]} best trials and {sampler.DRAWN} new random configs",
         f"a config of each of {WORD[starts.FAMILIES]}",
         f"A family that has {percent(sampler.FAMILY_SHARE)} of the trials",
+        f"of at least {WORD[finals.FAMILIES]} families",
         f"from the {experience.STUDIES} nearest studies",
         f"for every {percent(surrogate.SCALE)} that a candidate",
         f"fewer than {experience.FEWEST_TRIALS} trials",
