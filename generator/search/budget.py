@@ -38,8 +38,8 @@ class Budget:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a search stands. phase: origin of the latest trial (seed, search, overhead, sweep)
-    or "finals"; total: trials in the budget; counts: finished trials by outcome."""
+    """Where a search stands. phase: origin of the latest trial (seed, search, neighbour, overhead,
+    sweep) or "finals"; total: trials in the budget; counts: finished trials by outcome."""
 
     problem: Problem
     phase: str

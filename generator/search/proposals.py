@@ -9,8 +9,9 @@ from itertools import chain, islice
 
 from generator.kernels.geometry import Config
 from generator.kernels.strategies import REDUCTION_KNOBS, is_deterministic, strategy_of
+from generator.search.neighbours import CARRIED, CARRIED_SHARE, carried_over
 from generator.space.legal_configs import Key, LegalConfigs, Values
-from generator.studies.records import Record, fastest_first
+from generator.studies.records import Record, Winner, fastest_first
 
 OVERHEAD_SHARE = 0.05
 """Share of the budget for reduction kinds that are not deterministic, beside their seeds."""
@@ -25,7 +26,8 @@ class Proposals:
     """The order of a search. `starts` are configs known to be good elsewhere, most promising first;
     `records`, `taken` and `used` (fraction of the budget) are those of the running search and are
     read whenever the next config is asked for. `added` are knobs with values that earlier trials
-    could not have."""
+    could not have; `winners` are those of all shapes that are known by now; those of neighbours
+    are tried before the end."""
 
     legal: LegalConfigs
     rng: random.Random
@@ -36,6 +38,7 @@ class Proposals:
     trials: int
     sweep_limit: int
     added: Sequence[tuple[str, int | str]] = ()
+    winners: Callable[[], Sequence[Winner]] = tuple
 
     def plan(self) -> Iterator[tuple[str, Values | None]]:
         """Endless pairs of origin and config, or of "search" and None where the sampler is to
@@ -53,11 +56,21 @@ class Proposals:
         yield from (("seed", config) for config in self._with_added_values())
         yield from (("seed", config) for config in self._seeds() if self._new(config))
         overhead_from = 1 - self._overhead_share()
-        while self.used() < overhead_from:
-            yield "search", None
+        yield from self._searched(overhead_from - len(self._carried_over()) / self.trials)
+        # Others may have finished neighbours meanwhile.
+        yield from (("neighbour", config) for config in self._carried_over())
+        yield from self._searched(overhead_from)
         yield from (("overhead", config) for config in self._ineligible_variants())
         while True:
             yield "search", None
+
+    def _searched(self, until: float) -> Iterator[tuple[str, None]]:
+        while self.used() < until:
+            yield "search", None
+
+    def _carried_over(self) -> list[Values]:
+        number = min(CARRIED, int(CARRIED_SHARE * self.trials))
+        return carried_over(self.legal, self.winners(), self.taken, self.rng, number)
 
     def _new(self, config: Config) -> bool:
         return self.legal.key(config) not in self.taken

@@ -84,7 +84,7 @@ def search_problem(
         evaluator=evaluator,
         log=log,
         budget=budget,
-        winners=[*known_winners, *stored_winners(storage)],
+        winners=lambda: [*known_winners, *stored_winners(storage)],
         experience=learn(legal, storage, evaluator.evidence),
         seed=seed,
         on_progress=on_progress,
@@ -116,7 +116,7 @@ class _Search:
         evaluator: Evaluator,
         log: StudyLog,
         budget: Budget,
-        winners: list[Winner],
+        winners: Callable[[], list[Winner]],
         experience: Experience | None,
         seed: int,
         on_progress: Callable[[Progress], None] | None,
@@ -145,7 +145,7 @@ class _Search:
         self.study.add_trials([trial for _, trial in candidates.values()])
 
         self.incumbent, starts = incumbent_and_starts(
-            legal, evaluator, winners, log.name, rng, experience.expect if experience else None
+            legal, evaluator, winners(), log.name, rng, experience.expect if experience else None
         )
         self.proposals = Proposals(
             legal=legal,
@@ -157,6 +157,7 @@ class _Search:
             trials=budget.trials,
             sweep_limit=budget.sweep_limit,
             added=resume.added_values(legal, known.values()),
+            winners=winners if evaluator.evidence == "measured" else tuple,
         )
 
     def run(self) -> None:
