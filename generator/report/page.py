@@ -13,6 +13,7 @@ from markupsafe import Markup
 from generator.kernels.knobs import KNOBS
 from generator.report import charts
 from generator.report.reason import reason
+from generator.report.standing_out import BEHIND
 from generator.report.summary import (
     Summary,
     bandwidth_share,
@@ -52,6 +53,7 @@ def render_page(summary: Summary) -> str:
         anchor=anchor,
         plain=PLAIN_FLOOR,
         shade=shade,
+        behind=f"{100 * (BEHIND - 1):.0f} %",
         style=Markup(style),
         script=Markup((FOLDER / "page.js").read_text(encoding="utf-8")),
         ratio_steps=RATIO_STEPS,

@@ -14,6 +14,7 @@ from generator.kernels.strategies import Strategy
 from generator.kernels.variant import make_variant
 from generator.problem import RMSNORM_BACKWARD, Problem
 from generator.report.peers import Comparison
+from generator.report.standing_out import StandingOut, standing_out
 from generator.result import OUTCOMES, PREDICTED_OUTCOMES
 from generator.studies.reader import Study
 from generator.studies.records import may_win
@@ -193,6 +194,11 @@ class Summary:
                 behind[strategy].append((study, study.over_floor(record) / best))
         standings = [Standing(strategy, tuple(own)) for strategy, own in behind.items()]
         return sorted(standings, key=lambda standing: standing.typical)
+
+    @cached_property
+    def standing_out(self) -> list[StandingOut]:
+        """Shapes whose winners are behind those of all their neighbours."""
+        return standing_out(self.studies)
 
     @cached_property
     def knobs(self) -> list[Knob]:

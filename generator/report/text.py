@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from generator.report.peers import Comparison
+from generator.report.standing_out import BEHIND
 from generator.report.summary import (
     Grid,
     Summary,
@@ -36,6 +37,8 @@ def render_text(summary: Summary) -> str:
         parts += [_map(title, grid, cell) for grid in summary.grids]
     if summary.comparison:
         parts.append(_peers(summary.comparison))
+    if summary.standing_out:
+        parts.append(_standing_out(summary))
     parts.append(_standings(summary))
     if summary.knobs:
         parts.append(_knobs(summary))
@@ -109,6 +112,20 @@ def _standings(summary: Summary) -> str:
     ]
     title = "Strategies: the fastest trial over the fastest that may win (* cannot win)"
     return _table(title, ("strategy", "mean", "least", "most", "shapes"), rows)
+
+
+def _standing_out(summary: Summary) -> str:
+    rows = [
+        (
+            entry.study.problem,
+            _ratio(entry.study, 3),
+            ", ".join(f"{near.problem} {_ratio(near, 3)}" for near in entry.neighbours),
+            ", ".join(str(near.problem) for near in entry.untried) or "-",
+        )
+        for entry in summary.standing_out
+    ]
+    title = f"Behind their neighbours: winners {BEHIND - 1:.0%} or more behind those of all of them"
+    return _table(title, ("shape", "x floor", "neighbours", "family never tried here"), rows)
 
 
 def _knobs(summary: Summary) -> str:
