@@ -8,6 +8,7 @@ from pathlib import Path
 
 from benchmarks.pages.accuracy import ACCURACY_BLOCKS
 from benchmarks.pages.comparison import COMPARISON_BLOCKS
+from benchmarks.pages.families import FAMILY_BLOCKS
 from benchmarks.pages.method import METHOD_BLOCKS
 from benchmarks.pages.notes import NOTE_BLOCKS
 from benchmarks.pages.performance import PERFORMANCE_BLOCKS
@@ -20,6 +21,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     **ACCURACY_BLOCKS,
     **COMPARISON_BLOCKS,
     **TRAINING_BLOCKS,
+    **FAMILY_BLOCKS,
     **METHOD_BLOCKS,
     **NOTE_BLOCKS,
     **PERFORMANCE_BLOCKS,
