@@ -188,7 +188,8 @@ def test_starts_are_one_of_each_family_from_every_side(storage: BaseStorage) -> 
     winners = [at("65536x1024:bf16", farther, "h100"), at("4096x1024:bf16", there, "h100")]
     winners += [at(f"{2 ** (14 + place)}x1024:bf16", config) for place, config in enumerate(here)]
     winners += [at("4096x1024:fp32", wider), at("8192x1024:bf16", near)]
-    expected = [near, wider, there, here[1], farther, *here[2 : FAMILIES - 3]]
+    winners += [at("2048x1024:bf16", first, "h100")]  # of a family that there is already
+    expected = [near, wider, there, here[1], here[2], farther, *here[3 : FAMILIES - 3]]
     assert one_of_each_family(LEGAL, winners, random.Random(0)) == expected
     search(storage, trials=20, known_winners=winners)
     assert [dict(record.config) for record in records(storage)][:FAMILIES] == expected
@@ -216,12 +217,14 @@ def test_what_is_expected_decides_among_the_starts_of_the_same_gpu() -> None:
 
     found = one_of_each_family(LEGAL, winners, random.Random(0), expect)
     assert found == [ranked[0], there, ranked[1], farther, *ranked[2 : FAMILIES - 2]]
+    found = one_of_each_family(LEGAL, winners, random.Random(0), expect, number=3)
+    assert found == [ranked[0], there, ranked[1]]
     found = one_of_each_family(LEGAL, winners, random.Random(0), expect, number=30)
     assert [config for config in found if config in (better, worse)] == [better]
     ranked += LEGAL.first(50)
     many = [at(f"{4097 + place}x1024:bf16", config) for place, config in enumerate(ranked[-50:])]
     one_of_each_family(LEGAL, many, random.Random(0), expect)
-    assert asked == [len(here) + 1, len(here) + 1, 40]
+    assert asked == [*[len(here) + 1] * 3, 40]
 
 
 def test_a_search_asks_its_experience_about_the_starts(
