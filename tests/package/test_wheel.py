@@ -219,7 +219,8 @@ layernorm = normforge.layernorm  # without an import of its own
 assert layernorm.LayerNorm.__module__ == "normforge.layernorm"
 from {generated}h200 import layernorm_backward, rmsnorm_invariant_backward
 assert sorted(layernorm.__all__) == sorted(layernorm_backward.__all__)
-assert sorted(normforge.__all__) == sorted([*package.__all__, "collect", "use_batch_invariant"])
+own = ["RMSNormGated", "collect", "rms_norm_gated", "use_batch_invariant"]
+assert sorted(normforge.__all__) == sorted([*package.__all__, *own])
 batch_invariant = normforge.batch_invariant
 assert batch_invariant.RMSNorm.__module__ == "normforge.batch_invariant"
 assert sorted(batch_invariant.__all__) == sorted(dir(batch_invariant))
