@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from math import log
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from .cubins import AGAIN, read_cubin
 from .spec import ForwardSpec, KernelSpec
@@ -86,6 +86,8 @@ class TableOf(Generic[S]):
     """The contents of a table. target: name, title, arch and sms; fallback: the kernels for what
     was not tuned."""
 
+    few_rows: ClassVar[int] = 0
+    """A kernel that was tuned for more serves so few rows only if no fallback kernel does."""
     target: dict[str, Any]
     tuned: tuple[TunedOf[S], ...] = ()
     fallback: tuple[KernelOf[S], ...] = ()
@@ -122,29 +124,33 @@ class TableOf(Generic[S]):
         dresidual is at MAX_ALIGNMENT.) offset, residual: as in the KernelSpec; kernels with these
         options exist where they were tuned and nowhere else.
 
-        Order: the tuned shape; the nearest tuned M at the same N and dtypes (`_distance`); the
-        fallback kernel with the widest vectors and the least capacity.
-        A kernel that the alignment rules out is passed over. The answer depends on these arguments
-        alone, so equal calls get equal bits.
+        Order: the tuned shape; the nearest tuned M at the same N and dtypes (`_distance`), unless
+        M is at most `few_rows` and that is more; the fallback kernel with the widest vectors and
+        the least capacity; that nearest M after all. A kernel that the alignment rules out is
+        passed over. The answer depends on these arguments alone, so equal calls get equal bits.
         """
         shape = shape_name(M, N, dtype, weight_dtype, offset, residual)
-        passed_over = []
+        passed_over: list[str] = []
         same = [
             entry
             for entry in self.tuned
             if (entry.N, entry.dtype, entry.weight_dtype) == (N, dtype, weight_dtype)
             and (entry.kernel.spec.offset, entry.kernel.spec.residual) == (offset, residual)
         ]
+        nearest: ChoiceOf[S] | None = None
         for entry in sorted(same, key=lambda entry: (_distance(entry, M), entry.M)):
-            fault = misfit(entry.kernel.spec, N, alignment, weight_alignment)
-            if fault:
+            if fault := misfit(entry.kernel.spec, N, alignment, weight_alignment):
                 passed_over.append(f"{entry.kernel.file} {fault}")
-            elif entry.M == M:
+                continue
+            if entry.M == M:
                 return ChoiceOf("tuned", f"{shape} was tuned", entry.kernel, entry)
-            else:
-                why = passed_over[0] if passed_over else f"{shape} was not tuned"
-                reason = f"{why}; the nearest M that serves it is {entry.M}"
-                return ChoiceOf("nearest", reason, entry.kernel, entry)
+            why = passed_over[0] if passed_over else f"{shape} was not tuned"
+            reason = f"{why}; the nearest M that serves it is {entry.M}"
+            nearest = ChoiceOf("nearest", reason, entry.kernel, entry)
+            if not M <= self.few_rows < entry.M:
+                return nearest
+            passed_over.append(f"{shape} was not tuned, nor was any M of up to {self.few_rows}")
+            break
         why = passed_over[0] if passed_over else f"nothing like {shape} was tuned"
         for kernel in sorted(self.fallback, key=lambda k: (-k.spec.vector_bytes, k.spec.N)):
             spec = kernel.spec
@@ -154,7 +160,7 @@ class TableOf(Generic[S]):
             if not misfit(spec, N, alignment, weight_alignment):
                 reason = f"{why}; this kernel takes any N from {spec.least} to {spec.N}"
                 return ChoiceOf("fallback", reason, kernel)
-        return ChoiceOf("none", f"{why}, and no fallback kernel serves it")
+        return nearest or ChoiceOf("none", f"{why}, and no fallback kernel serves it")
 
 
 Kernel = KernelOf[KernelSpec]
@@ -166,7 +172,10 @@ ForwardChoice = ChoiceOf[ForwardSpec]
 
 
 class Table(TableOf[KernelSpec]):
-    """Of the backward."""
+    """Of the backward. At 64 rows, its kernels for many rows took up to 3 times as long as fallback
+    kernels, at 256 neither is faster on the whole (benchmarks/results/few_rows_h200.json.xz)."""
+
+    few_rows: ClassVar[int] = 128
 
     @classmethod
     def load(cls, package: Path) -> Table:

@@ -13,6 +13,7 @@ from benchmarks.pages.method import METHOD_BLOCKS
 from benchmarks.pages.notes import NOTE_BLOCKS
 from benchmarks.pages.performance import PERFORMANCE_BLOCKS
 from benchmarks.pages.pipelines import PIPELINE_BLOCKS
+from benchmarks.pages.shapes import SHAPE_BLOCKS
 from benchmarks.pages.training import TRAINING_BLOCKS
 from generator.paths import REPOSITORY
 
@@ -26,6 +27,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     **NOTE_BLOCKS,
     **PERFORMANCE_BLOCKS,
     **PIPELINE_BLOCKS,
+    **SHAPE_BLOCKS,
 }
 
 

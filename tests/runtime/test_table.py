@@ -18,7 +18,9 @@ from tests.support.fake_driver import (
     [
         (4096, 1024, "tuned", "k4096"),
         (4097, 1024, "nearest", "k4096"),
-        (1, 1024, "nearest", "k1024"),
+        (129, 1024, "nearest", "k1024"),
+        (128, 1024, "fallback", "any1024_16"),
+        (1, 1024, "fallback", "any1024_16"),
         (2048, 1024, "nearest", "k1024"),  # as far from 4096: the smaller one
         (16383, 1024, "nearest", "k4096"),
         (20000, 1024, "nearest", "k65536"),
@@ -34,6 +36,27 @@ from tests.support.fake_driver import (
 def test_choice_by_shape(M: int, N: int, how: str, file: str | None) -> None:
     choice = TABLE.choose(M, N, "bf16", "bf16")
     assert (choice.how, choice.kernel and choice.kernel.file) == (how, file)
+
+
+def test_few_rows_have_kernels_for_few_rows() -> None:
+    """One that was tuned for few, else a fallback kernel, else the nearest there is."""
+    few, many = entry(100), entry(4096)
+    table = Table(TABLE.target, (few, many), TABLE.fallback)
+
+    def chosen(table: Table, M: int) -> tuple[str, Any]:
+        choice = table.choose(M, 1024, "bf16", "bf16")
+        return choice.how, choice.kernel and choice.kernel.file
+
+    assert chosen(table, 100) == ("tuned", "k100")
+    assert chosen(table, 3) == chosen(table, 128) == ("nearest", "k100")
+    without = Table(TABLE.target, (many,), TABLE.fallback)
+    assert chosen(without, 3) == ("fallback", "any1024_16")
+    assert "nor was any M of up to 128" in without.choose(3, 1024, "bf16", "bf16").reason
+    alone = Table(TABLE.target, (many,), ())
+    assert chosen(alone, 3) == ("nearest", "k4096")
+    assert alone.choose(3, 1024, "bf16", "bf16").tuned is many
+    unaligned = without.choose(3, 1024, "bf16", "bf16", alignment=8)
+    assert unaligned.how == "fallback" and "k4096 needs" in unaligned.reason
 
 
 def test_choice_depends_on_the_dtypes() -> None:
