@@ -33,7 +33,8 @@ def _find(name: str) -> Any:
     gpu, _, operation = name.rpartition("/")
     if operation not in GATED:
         raise LookupError(name)
-    folder = tuned_packages(operation)[gpu].folder
+    here = tuned_packages(operation).values()
+    folder = {tuned.folder.parent.name: tuned.folder for tuned in here}[gpu]
     return open_package(str(folder / "__init__.py"), name, operation)
 
 

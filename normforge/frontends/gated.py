@@ -187,7 +187,7 @@ class GatedFunctions:
         log says why (level INFO), and warns if no norm is served. Where a module rounds the
         normalized rows to x's dtype, there is one rounding less. Those of mamba_ssm and
         Flash-Linear-Attention, which run on GPUs alone, are known by their classes. A call without
-        a gate, and one with a residual, is the module's own.
+        a gate, with one of another shape or dtype than x, or with a residual is the module's own.
         """
 
         def forward_for(module: Any) -> Any:
@@ -225,14 +225,13 @@ class GatedFunctions:
         if key not in self._forwards:
 
             def forward(module: Any, x: torch.Tensor, z: Any, *others: Any) -> Any:
-                if z is None or any(one is not None and one is not False for one in others):
+                like = z is not None and (z.shape, z.dtype) == (x.shape, x.dtype)
+                if not like or any(one is not None and one is not False for one in others):
                     return original_forward(module, x, z, *others)
-                dtype = torch.promote_types(x.dtype, z.dtype)
                 out = torch.promote_types(x.dtype, module.weight.dtype) if wide else x.dtype
-                dtype = torch.promote_types(dtype, out)
+                given = (x.to(out), z.to(out), module.weight)
                 eps: Any = eps_of(module)
-                given = (x.to(dtype), z.to(dtype), module.weight)
-                return self.rms_norm_gated(*given, eps, *kind, group_size).to(out)
+                return self.rms_norm_gated(*given, eps, *kind, group_size)
 
             setattr(forward, REMADE, partial(self._forward_of, *key))
             self._forwards[key] = forward

@@ -18,7 +18,13 @@ from ..operations.formula import added_to, evaluate, wide_dtype
 from ..operations.signature import Tensor
 from ..spec import Launch, plan_launch
 from ..table import MAX_ALIGNMENT, Choice, Table
-from ..torch_internals import current_device, empty_strided, is_capturing, raw_stream
+from ..torch_internals import (
+    current_device,
+    empty_strided,
+    is_capturing,
+    raw_stream,
+    resolved,
+)
 from .checks import FLOATS, foreign_device
 from .collect import collecting
 from .kernels import Source
@@ -176,7 +182,7 @@ class RowServer:
         """The outputs, or why no kernel serves the call. x's device is the current one."""
         assert not isinstance(self._source, str)
         signature, N = self.operation.signature, x.shape[-1]
-        given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        given = {name: resolved(given) for name, given in tensors.items() if given is not None}
         present = [t for t in (*signature.early, *signature.late) if t.name in given]
         found = {tensor.name: row_layout(given[tensor.name].detach()) for tensor in present}
         # All early tensors step through their rows alike; a dense one goes along with any.

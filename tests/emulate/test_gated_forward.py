@@ -123,7 +123,9 @@ def test_it_is_what_pytorch_computes(name: str, target: Target) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
-GATES = torch.tensor([0.0, -0.0, 1e-30, 0.5, -3, 8, -8, 20, -20, 60, -60, 86, -86, 200, -200, 1e6])
+GATES = torch.tensor(
+    [0.0, -0.0, 1e-30, 0.5, -3, 8, -8, 20, -20, 60, -60, 86, -86, 200, torch.finfo().min, 1e6]
+)
 
 
 @of_name

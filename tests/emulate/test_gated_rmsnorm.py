@@ -110,7 +110,9 @@ def test_any_eps_is_that_of_the_call(name: str, target: Target) -> None:
         torch.testing.assert_close(found[out].double(), exact, rtol=1e-4, atol=1e-5)
 
 
-GATES = torch.tensor([0.0, -0.0, 1e-30, 0.5, -3, 8, -8, 20, -20, 60, -60, 86, -86, 200, -200, 1e6])
+GATES = torch.tensor(
+    [0.0, -0.0, 1e-30, 0.5, -3, 8, -8, 20, -20, 60, -60, 86, -86, 200, torch.finfo().min, 1e6]
+)
 
 
 @pytest.mark.parametrize("name", NAMES)

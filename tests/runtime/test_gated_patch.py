@@ -269,14 +269,15 @@ def test_others_are_left_alone_and_the_log_says_why(
     assert said.records[-1].levelno == logging.WARNING
 
 
-def test_a_norm_that_rounds_to_what_it_was_given_keeps_gates_of_another_dtype() -> None:
+@pytest.mark.parametrize("of", ["dtype", "shape"])
+def test_a_gate_that_is_not_like_x_is_the_modules_own(of: str) -> None:
+    """Whether it is cast or repeated, and to which dtype, is for the module to say."""
     norm = QwenRMSNormGated()
-    x, z = both(torch.bfloat16)[0], both()[1]
+    x, z = both(torch.bfloat16)
+    z = both()[1] if of == "dtype" else z[..., :1, :]
     wanted = norm(x, z)
     patch(nn.Sequential(norm))
-    found = norm(x, z)
-    assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found, wanted, rtol=2.0**-6, atol=2.0**-6)
+    assert torch.equal(norm(x, z), wanted)
 
 
 def test_a_call_without_a_gate_stays_the_modules_own() -> None:
