@@ -215,14 +215,15 @@ def _with_one_launch(ranked: list[Config], size: int) -> list[Config]:
 
 def _with_families(ranked: list[Config], size: int, one_launch: bool) -> list[Config]:
     """The configs, the best of FAMILIES families among the first `size`. The last of a family with
-    more there gives way; with one_launch, one of two launches if there is any."""
+    more there gives way, but never the first of all; with one_launch, one of two launches if there
+    is any."""
     first, rest = ranked[:size], ranked[size:]
     while True:
         count = Counter(map(family_of, first))
         newcomer = next((config for config in rest if family_of(config) not in count), None)
         if newcomer is None or len(count) >= min(FAMILIES, size):
             return first + rest
-        several = [config for config in reversed(first) if count[family_of(config)] > 1]
+        several = [config for config in reversed(first[1:]) if count[family_of(config)] > 1]
         leaver = max(several, key=lambda config: one_launch and launches(config) > 1)
         first = [config for config in first if config is not leaver] + [newcomer]
         rest = [leaver, *(config for config in rest if config is not newcomer)]
