@@ -23,6 +23,8 @@ TABLE = "table.json"
 FORWARD_TABLE = "forward.json"
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Bytes of one element of each supported dtype."""
+MANY_TIMES = 4
+"""A kernel that was tuned for so many times the rows of a call is far from it."""
 _TARGET_FACTS = {"name", "title", "arch", "sms"}
 _DIGEST = re.compile(r'\A\{\n "digest": "[0-9a-f]{16}",\n')
 MAX_ALIGNMENT = 32
@@ -87,7 +89,7 @@ class TableOf(Generic[S]):
     was not tuned."""
 
     few_rows: ClassVar[int] = 0
-    """A kernel that was tuned for more serves so few rows only if no fallback kernel does."""
+    """A kernel that was tuned for many times as many rows serves so few only in want of another."""
     target: dict[str, Any]
     tuned: tuple[TunedOf[S], ...] = ()
     fallback: tuple[KernelOf[S], ...] = ()
@@ -125,9 +127,9 @@ class TableOf(Generic[S]):
         options exist where they were tuned and nowhere else.
 
         Order: the tuned shape; the nearest tuned M at the same N and dtypes (`_distance`), unless
-        M is at most `few_rows` and that is more; the fallback kernel with the widest vectors and
-        the least capacity; that nearest M after all. A kernel that the alignment rules out is
-        passed over. The answer depends on these arguments alone, so equal calls get equal bits.
+        M is at most `few_rows` and that is MANY_TIMES M; the fallback kernel with the widest
+        vectors and the least capacity; that nearest M after all. A kernel that the alignment rules
+        out is passed over. The answer depends on these arguments alone: equal calls, equal bits.
         """
         shape = shape_name(M, N, dtype, weight_dtype, offset, residual)
         passed_over: list[str] = []
@@ -147,9 +149,9 @@ class TableOf(Generic[S]):
             why = passed_over[0] if passed_over else f"{shape} was not tuned"
             reason = f"{why}; the nearest M that serves it is {entry.M}"
             nearest = ChoiceOf("nearest", reason, entry.kernel, entry)
-            if not M <= self.few_rows < entry.M:
+            if self.few_rows < M or entry.M < MANY_TIMES * M:
                 return nearest
-            passed_over.append(f"{shape} was not tuned, nor was any M of up to {self.few_rows}")
+            passed_over.append(f"{shape} was not tuned, and the nearest M, {entry.M}, is far")
             break
         why = passed_over[0] if passed_over else f"nothing like {shape} was tuned"
         for kernel in sorted(self.fallback, key=lambda k: (-k.spec.vector_bytes, k.spec.N)):
@@ -200,7 +202,6 @@ def _read(
     path: Path, spec_of: type[S]
 ) -> tuple[dict[str, Any], tuple[TunedOf[S], ...], tuple[KernelOf[S], ...]]:
     """Target, tuned and fallback kernels of a table. Raises ValueError, OSError."""
-
     names = {known.name for known in fields(spec_of)}
     newer = names & {
         "operation",

@@ -40,18 +40,22 @@ def test_choice_by_shape(M: int, N: int, how: str, file: str | None) -> None:
 
 def test_few_rows_have_kernels_for_few_rows() -> None:
     """One that was tuned for few, else a fallback kernel, else the nearest there is."""
-    few, many = entry(100), entry(4096)
+    few, many = entry(30), entry(4096)
     table = Table(TABLE.target, (few, many), TABLE.fallback)
 
     def chosen(table: Table, M: int) -> tuple[str, Any]:
         choice = table.choose(M, 1024, "bf16", "bf16")
         return choice.how, choice.kernel and choice.kernel.file
 
-    assert chosen(table, 100) == ("tuned", "k100")
-    assert chosen(table, 3) == chosen(table, 128) == ("nearest", "k100")
+    assert chosen(table, 30) == ("tuned", "k30")
+    assert chosen(table, 8) == chosen(table, 128) == ("nearest", "k30")
+    assert chosen(table, 7) == ("fallback", "any1024_16"), "a quarter of what it was tuned for"
+    near = Table(TABLE.target, (entry(192), many), TABLE.fallback)
+    assert chosen(near, 128) == chosen(near, 49) == ("nearest", "k192")
     without = Table(TABLE.target, (many,), TABLE.fallback)
     assert chosen(without, 3) == ("fallback", "any1024_16")
-    assert "nor was any M of up to 128" in without.choose(3, 1024, "bf16", "bf16").reason
+    reason = without.choose(3, 1024, "bf16", "bf16").reason
+    assert reason.startswith("3x1024:bf16 was not tuned, and the nearest M, 4096, is far;")
     alone = Table(TABLE.target, (many,), ())
     assert chosen(alone, 3) == ("nearest", "k4096")
     assert alone.choose(3, 1024, "bf16", "bf16").tuned is many
