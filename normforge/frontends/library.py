@@ -7,8 +7,10 @@ serves a call. So a saved graph, and what a compiler keeps on disk, is good for 
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from threading import RLock
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -62,10 +64,13 @@ def _tell_inductor(operator: Any) -> None:
     Without a word it does so too, but not if the operator is registered with a formula and the
     environment has CI: it takes that for a mistake of PyTorch's own."""
     lowering = sys.modules.get("torch._inductor.lowering")
-    if lowering is not None and operator not in lowering.lowerings:
-        layout = torch._library.utils.get_layout_constraint_tag(operator, with_default=True)
-        constraint = lowering.tag_to_layout_constraint(layout)
-        lowering.make_fallback(operator, layout_constraint=constraint, warn=False)
+    if lowering is None or not os.environ.get("CI"):
+        return
+    with suppress(AttributeError):  # another thread is importing it
+        if operator not in lowering.lowerings:
+            layout = torch._library.utils.get_layout_constraint_tag(operator, with_default=True)
+            constraint = lowering.tag_to_layout_constraint(layout)
+            lowering.make_fallback(operator, layout_constraint=constraint, warn=False)
 
 
 def differentiate(operator: Any, kernel: Implementation) -> None:

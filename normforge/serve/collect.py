@@ -13,7 +13,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain, repeat
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -132,7 +132,8 @@ class Recorder:
         for seconds in chain((_FIRST_SECONDS,), repeat(_SECONDS)):
             if stopped.wait(seconds):
                 return
-            self.write()
+            with suppress(Exception):  # what was not written is tried again
+                self.write()
 
     def write(self) -> None:
         """Add what was counted since the last time to the file, now. Where that cannot be, the
@@ -146,8 +147,10 @@ class Recorder:
                 named[called.operation, shape_name(*called[1:])] += count
             try:
                 add_to_file(self.path, named)
-            except (OSError, ValueError) as error:
+            except BaseException as error:
                 self._unwritten = counts
+                if not isinstance(error, OSError | ValueError):  # such as Ctrl-C
+                    raise
                 reason = getattr(error, "strerror", None) or error
                 self._warn(
                     f"{self.path} does not get the calls of norms that were counted ({reason}): "

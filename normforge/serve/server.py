@@ -83,8 +83,9 @@ class Server:
         if call is None or (torch.is_grad_enabled() and (dy.requires_grad or x.requires_grad)):
             return None
         results: Results | None = call(dy, x, rstd, weight, mean)
-        if collecting.recorder is not None and results is not None:
-            collecting.recorder.count(self.operation, x, weight)
+        recorder = collecting.recorder  # read once: another thread may stop it
+        if recorder is not None and results is not None:
+            recorder.count(self.operation, x, weight)
         if self._native.learn is not None and results is not None:
             self._native.learn(call)
         return results

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from generator.problem import load_problems
 from normforge import collected
 from normforge.api import Package
 from normforge.operations import RMSNORM_BACKWARD
-from normforge.serve import collect
+from normforge.serve import collect, server
 from normforge.serve.collect import Called, Recorder, collecting
 from normforge.serve.rows import RowServer
 from tests.support.entry_points import leaf, routing_on_cpu, write_layer_norm_package
@@ -322,6 +323,36 @@ def test_a_fork_counts_also_what_is_counted_elsewhere(
     path = tmp_path / "shapes.yaml"
     subprocess.run([sys.executable, "-c", text, str(path)], cwd=REPOSITORY, check=True)
     assert count_in(path) == 100 + of_child
+
+
+def test_what_was_counted_outlives_an_interrupted_write(
+    package: Package, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(package, 6, 16)
+    with monkeypatch.context() as patched:
+        patched.setattr(collect, "add_to_file", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            recorder.write()
+    assert counted(recorder) == {"rmsnorm_backward 6x16:bf16": 1}
+
+
+def test_a_call_counts_by_the_recorder_that_it_found(
+    package: Package, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread may stop it at any time."""
+    found = [Mock(), None]
+
+    class Stopping:
+        @property
+        def recorder(self) -> Any:
+            return found.pop(0) if found else None
+
+    given = (rows(4, 16), rows(4, 16), torch.ones(4), torch.ones(16))
+    monkeypatch.setattr(package._calls, "find_recent", lambda _: lambda *_: given[:2])
+    monkeypatch.setattr(server, "collecting", Stopping())
+    (counting, _) = found
+    assert package._quick(*given) is not None
+    counting.count.assert_called_once()
 
 
 def test_many_writers_lose_nothing(tmp_path: Path) -> None:
