@@ -179,7 +179,8 @@ def _time(
     rechecker: Rechecker,
 ) -> str:
     if result.ratio is None:
-        return "not checked"
+        untimed = result.extra.get("untimed")
+        return f"not timed: {untimed}" if untimed else "not checked"
     if result.noisy:
         cause = rechecker.causes()
         return f"noisy: {result.extra['noise']}{f' ({cause})' if cause else ''}"

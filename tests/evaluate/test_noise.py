@@ -289,9 +289,13 @@ def test_the_winner_is_chosen_while_inputs_rotate() -> None:
     assert measuring.shortlist(PROBLEM, made) == [], "it drifted"
 
 
-def test_few_rows_are_flushed_in_the_finals_too() -> None:
-    few = Problem.parse("8x1024:bf16")
-    (result,) = evaluator(World()).finals(few, [entry(SOUND[0], few)])
+def test_finals_say_where_inputs_could_not_rotate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows are flushed, and so are inputs for which memory is short."""
+    measuring, few = evaluator(World()), Problem.parse("8x1024:bf16")
+    supervisor: Any = measuring._supervisor
+    call = supervisor.call
+    monkeypatch.setattr(supervisor, "call", lambda job: replace(call(job), condition="flush"))
+    (result,) = measuring.finals(few, [entry(SOUND[0], few)])
     assert result.extra["condition"] == "flush"
 
 

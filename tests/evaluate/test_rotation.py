@@ -12,35 +12,39 @@ from generator.evaluate.gpu.rotation import ROTATION, copies, sets_for
 from generator.evaluate.gpu.timer import Timer
 from generator.evaluate.gpu.workload import Workload
 from generator.problem import Problem
-from tests.support.fake_clock import L2_BYTES, FakeClock
+from tests.support.fake_clock import FREE_BYTES, L2_BYTES, FakeClock
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("set_bytes", [1 << 20, 6 << 20, 48 << 20, 192 << 20, 3 << 30])
+@pytest.mark.parametrize("set_bytes", [1 << 20, 6 << 20, 48 << 20, 192 << 20, 2 << 30])
 @pytest.mark.parametrize("l2_bytes", [40 << 20, 60 << 20, 126 << 20])
 def test_sets_are_more_than_twice_the_l2(set_bytes: int, l2_bytes: int) -> None:
-    between = (sets_for(set_bytes, l2_bytes) - 1) * set_bytes
-    assert between >= max(2 * l2_bytes, 192 << 20)
-    assert sets_for(set_bytes, l2_bytes) >= (6 if 6 * set_bytes <= 16 << 30 else 2)
+    number = sets_for(set_bytes, l2_bytes, FREE_BYTES)
+    assert (number - 1) * set_bytes >= max(2 * l2_bytes, 192 << 20)
+    assert number >= 6
 
 
-def test_large_inputs_leave_room_for_outputs() -> None:
-    assert sets_for(13 << 30, 60 << 20) == 2
-    assert sets_for(5 << 30, 60 << 20) == 3
+def test_large_inputs_leave_three_quarters_of_what_is_free() -> None:
+    """And rotate as long as one set displaces another one."""
+    assert [sets_for(gib << 30, 60 << 20, FREE_BYTES) for gib in (3, 5, 13, 15)] == [6, 4, 2, 2]
+    assert sets_for(16 << 30, 60 << 20, FREE_BYTES) == 1
+    assert sets_for(100 << 20, 60 << 20, 700 << 20) == 1, "two sets do not fit beside the first"
+    assert sets_for(100 << 20, 60 << 20, 800 << 20) == 3
 
 
 def test_small_inputs_are_flushed() -> None:
     """Thousands of copies would take longer to set up than to time."""
-    assert sets_for(200 << 10, 60 << 20) > 900
-    assert sets_for(180 << 10, 60 << 20) == sets_for(384, 60 << 20) == 1
+    assert sets_for(200 << 10, 60 << 20, FREE_BYTES) > 900
+    for set_bytes in (180 << 10, 384):
+        assert sets_for(set_bytes, 60 << 20, FREE_BYTES) == 1
 
 
 def test_a_timer_flushes_or_rotates(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeClock(monkeypatch)
     flushing, rotating = Timer(CPU), Timer(CPU, condition=ROTATION)
     assert flushing.sets(6 << 20) == 1
-    assert rotating.sets(6 << 20) == sets_for(6 << 20, L2_BYTES) == 33
+    assert rotating.sets(6 << 20) == sets_for(6 << 20, L2_BYTES, FREE_BYTES) == 33
     facts = {"order": "balanced", "flush_bytes": 256 << 20}
     assert flushing.facts() == {"condition": "flush", **facts}
     assert rotating.facts() == {"condition": "rotation", **facts}

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 L2_BYTES = 50 << 20
+FREE_BYTES = 60 << 30
 
 
 class FakeClock:
@@ -73,6 +74,8 @@ class FakeClock:
         named: dict[str, Any] = {"Event": Event, "CUDAGraph": Graph, "Stream": Stream}
         named |= {"graph": capture, "stream": use, "current_stream": Stream}
         named |= {"synchronize": lambda *_: None}
+        named |= {"mem_get_info": lambda _: (FREE_BYTES, 0)}
+        named |= {"memory_reserved": lambda _: 0, "memory_allocated": lambda _: 0}
         named |= {"get_device_properties": lambda _: SimpleNamespace(L2_cache_size=L2_BYTES)}
         for name, fake in named.items():
             monkeypatch.setattr(torch.cuda, name, fake)

@@ -233,7 +233,8 @@ class FakeSession:
                     time.sleep(3600)
                 if self.gpu.landscape.fault(variant.config) == "late_sticky":
                     return Answer(Result("crashed", note="planted"), last=True)
-            return Answer(block=self.gpu.weather.block(ratios, job.rounds or 21, self.rng))
+            block = self.gpu.weather.block(ratios, job.rounds or 21, self.rng)
+            return Answer(block=block, condition=job.condition)
         name = key(variants[0].config)
         driver = parent_process()
         entry = {"kind": job.kind, "key": name, "driver": driver and driver.pid}

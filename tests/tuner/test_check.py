@@ -18,7 +18,7 @@ import normforge
 from generator.cli.main import main
 from generator.evaluate.gpu import recheck
 from generator.evaluate.gpu.nvml import DeviceMonitor
-from generator.evaluate.gpu.protocol import Candidate
+from generator.evaluate.gpu.protocol import Answer, Candidate, Job, WorkerLostError
 from generator.evaluate.gpu.recheck import Rechecker
 from generator.evaluate.gpu.supervisor import Supervisor
 from generator.kernels.compile_pool import CompilePool
@@ -170,6 +170,25 @@ def test_a_kernel_that_takes_the_worker_with_it_is_contained(machine: Machine, f
     outcome = "timeout" if "hang" in fault else "crashed"
     assert rows["4096x256:bf16"]["accuracy"].startswith(f"{outcome}: ")
     assert rows["4096x512:bf16"]["passed"]
+
+
+def test_what_was_found_before_memory_ran_out_stands(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inputs that rotate take more than those of the checks."""
+    machine.plug_in()
+    call = Supervisor.call
+
+    def short(self: Supervisor, job: Job) -> Answer:
+        if job.kind == "interleave" and job.problem.N == 256:
+            raise WorkerLostError("launch_error", "CUDA out of memory")
+        return call(self, job)
+
+    monkeypatch.setattr(Supervisor, "call", short)
+    code, rows = machine.rows()
+    row = rows["4096x256:bf16"]
+    assert (code, row["accuracy"], row["bits"]) == (0, "ok", "same")
+    assert row["time"] == "not timed: CUDA out of memory"
 
 
 def test_other_bits_and_more_time_fail_and_are_named(machine: Machine) -> None:

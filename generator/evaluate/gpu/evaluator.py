@@ -19,7 +19,7 @@ from generator.evaluate.gpu.noise import (
 )
 from generator.evaluate.gpu.nvml import DeviceMonitor
 from generator.evaluate.gpu.protocol import Candidate, Job, WorkerLostError
-from generator.evaluate.gpu.rotation import FLUSH, ROTATION, sets_for
+from generator.evaluate.gpu.rotation import ROTATION
 from generator.evaluate.gpu.supervisor import KEPT, Supervisor
 from generator.kernels.code_digest import AnyVariant
 from generator.kernels.nvrtc import Compiled
@@ -32,8 +32,8 @@ from generator.target import Target
 INTERLEAVINGS = 3
 """Attempts to time the finalists together, when that breaks the worker and none does it alone."""
 FINAL_CONDITION = ROTATION
-"""That of training is the one that counts, where inputs are large enough to displace each other.
-Trials are timed after a flush, as all trials so far: they only choose who is timed again."""
+"""That of training is the one that counts, where inputs can rotate. Trials are timed after a flush,
+as all trials so far: they only choose who is timed again."""
 FINAL_PAUSES = (0.0, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
 """Seconds after each noisy block of the finals: one minute for a neighbour to finish."""
 
@@ -54,6 +54,7 @@ class MeasuredEvaluator:
         self._sleep, self.facts = supervisor.sleep, supervisor.facts
         self._floors: dict[Problem, float] = {}
         self._floors_of_finals: dict[Problem, float] = {}
+        self._conditions: dict[Problem, str] = {}
         self.discarded = self.noisy = 0
         self.noise: set[str] = set()
         self.monitor = DeviceMonitor(self.facts.get("bus_id"))
@@ -187,12 +188,8 @@ class MeasuredEvaluator:
     def _final_job(
         self, problem: Problem, candidates: tuple[Candidate, ...], rounds: int | None = None
     ) -> Job:
-        condition = self._final_condition(problem)
+        condition = FINAL_CONDITION
         return self._job("interleave", problem, candidates, rounds=rounds, condition=condition)
-
-    def _final_condition(self, problem: Problem) -> str:
-        traffic = self._operation_of(problem).traffic_bytes(problem)
-        return FINAL_CONDITION if sets_for(traffic, self.target.l2_bytes) > 1 else FLUSH
 
     def _operation_of(self, problem: Problem) -> Operation:
         return self._operation or operation_of(problem)
@@ -247,7 +244,7 @@ class MeasuredEvaluator:
                 continue
             for place, i in enumerate(open_):
                 fields = timing.fields(self._operation_of(problem).traffic_bytes(problem), place)
-                timed_under = {"condition": self._final_condition(problem)}
+                timed_under = {"condition": self._conditions[problem]}
                 fields["extra"] = results[i].extra | fields["extra"] | timed_under
                 results[i] = replace(results[i], **fields)
             return results
@@ -270,9 +267,10 @@ class MeasuredEvaluator:
         return timing
 
     def _measure_block(self, job: Job) -> Block:
-        answer = self._supervisor.call(job).block
-        assert answer is not None
-        return answer
+        answer = self._supervisor.call(job)
+        assert answer.block is not None
+        self._conditions[job.problem] = answer.condition
+        return answer.block
 
     def _fault_alone(self, problem: Problem, candidate: Candidate) -> Result | None:
         """The outcome of a candidate that breaks the worker by itself, else None."""

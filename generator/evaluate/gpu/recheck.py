@@ -42,10 +42,15 @@ class Rechecker:
             assert result is not None
             if result.outcome != "ok":
                 return result
+        except WorkerLostError as lost:
+            return Result(lost.outcome, note=lost.note)
+        try:
             timed = replace(job, kind="interleave", condition=condition)
             blocks = blocks_for(floor_us)
             timing = collect(lambda: self._block(timed), blocks, None, PAUSES, self._sleep)
         except WorkerLostError as lost:
+            if lost.outcome == "launch_error":  # most often, there is no room for so many inputs
+                return replace(result, extra=result.extra | {"untimed": lost.note})
             return Result(lost.outcome, note=lost.note)
         fields = timing.fields(OPERATIONS[operation].traffic_bytes(problem))
         fields["extra"] = result.extra | fields["extra"]

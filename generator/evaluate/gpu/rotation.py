@@ -22,19 +22,19 @@ Operation = Timed | Sequence[Timed]
 
 SETS, SETS_BYTES, L2_TIMES = 6, 192 << 20, 2
 """Sets rotate through at least so many, so many bytes, and so many times the L2."""
-MOST_BYTES = 16 << 30
-"""Fewer sets rotate where so many would take more memory."""
 MOST_SETS = 1024
 """Of smaller inputs than so many that displace each other, there is one set, which is flushed."""
 
 
-def sets_for(set_bytes: int, l2_bytes: int) -> int:
-    """How many sets rotate, 1 for none. set_bytes: of the inputs and outputs of one. One set is on
+def sets_for(set_bytes: int, l2_bytes: int, free_bytes: int) -> int:
+    """How many sets rotate, 1 for none. set_bytes: of the inputs and outputs of one; free_bytes:
+    room for more of them and for what their floors need, which can be as much again. One set is on
     top, because what an operation reads is not yet displaced by itself."""
     needed = -(-max(SETS_BYTES, L2_TIMES * l2_bytes) // set_bytes) + 1
-    if needed > MOST_SETS:
+    most = 1 + free_bytes // 4 // set_bytes
+    if needed > min(MOST_SETS, most):
         return 1
-    return max(needed, min(SETS, MOST_BYTES // set_bytes))
+    return max(needed, min(SETS, most))
 
 
 def copies(inputs: Any, number: int) -> list[Any]:

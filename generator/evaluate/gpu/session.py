@@ -161,8 +161,10 @@ class Session:
     def _recheck(self, workload: Workload, job: Job) -> Answer:
         bench = workload.bench(job.candidates[0])
         result = _accuracy_result(check_accuracy(bench, workload.inputs, workload.expected))
-        bits = bits_of(workload.operation, bench, workload.inputs)
-        return Answer(replace(result, extra={"bits": bits}))
+        if result.outcome == "ok":  # what a wrong one left may make another launch wait
+            bits = bits_of(workload.operation, bench, workload.inputs)
+            result = replace(result, extra={"bits": bits})
+        return Answer(result)
 
     def _digest(self, workload: Workload, job: Job) -> Answer:
         bench = workload.bench(job.candidates[0])
@@ -171,8 +173,9 @@ class Session:
     def _interleave(self, workload: Workload, job: Job) -> Answer:
         benches = [workload.bench(candidate) for candidate in job.candidates]
         timer = self._timer(job.condition)
-        operations = workload.operations(benches, timer.sets(workload.floor_bytes))
-        return Answer(block=timer.block(operations, job.rounds or FINAL_ROUNDS))
+        sets = workload.number_of_sets(timer)
+        block = timer.block(workload.operations(benches, sets), job.rounds or FINAL_ROUNDS)
+        return Answer(block=block, condition=timer.condition if sets > 1 else FLUSH)
 
     def _timer(self, condition: str) -> Timer:
         if not condition:
@@ -185,7 +188,7 @@ class Session:
         return Answer(block=self.timer.block(self._operations(workload), SEARCH_ROUNDS))
 
     def _operations(self, workload: Workload, *benches: Bench) -> list[list[Timed]]:
-        return workload.operations(benches, self.timer.sets(workload.floor_bytes))
+        return workload.operations(benches, workload.number_of_sets(self.timer))
 
 
 def _accuracy_result(accuracy: Accuracy) -> Result:

@@ -33,11 +33,14 @@ class Timer:
         self._blocks = 0
 
     def sets(self, set_bytes: int) -> int:
-        """How many sets of inputs and outputs, with so many bytes each, operations shall have."""
+        """How many sets of inputs and outputs, with so many bytes each, operations shall have.
+        Asked before they are made."""
         if self.condition == FLUSH:
             return 1
         l2_bytes = torch.cuda.get_device_properties(self.device).L2_cache_size
-        return sets_for(set_bytes, l2_bytes)
+        kept = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        free_bytes = torch.cuda.mem_get_info(self.device)[0] + kept
+        return sets_for(set_bytes, l2_bytes, free_bytes)
 
     def facts(self) -> dict[str, Any]:
         """What a file says about how its times were taken."""

@@ -10,6 +10,7 @@ import torch
 
 from generator.evaluate.gpu.protocol import Candidate
 from generator.evaluate.gpu.rotation import Timed, copies
+from generator.evaluate.gpu.timer import Timer
 from generator.evaluate.verify.bench import Bench
 from generator.evaluate.verify.guarded import Guarded
 from generator.operations import Operation, operation_of
@@ -38,6 +39,13 @@ class Workload:
         self.floor_bytes = operation.traffic_bytes(problem)
         self.floor = operation.floor(problem, self.inputs, places)
         self._sets: list[Set] = [(self.inputs, places)]
+        self._numbers: dict[str, int] = {}
+
+    def number_of_sets(self, timer: Timer) -> int:
+        """How many sets rotate under the timer's condition, the same each time."""
+        if timer.condition not in self._numbers:
+            self._numbers[timer.condition] = timer.sets(self.floor_bytes)
+        return self._numbers[timer.condition]
 
     def sets(self, number: int) -> list[Set]:
         """So many inputs, with places for outputs; the first are the workload's own."""
