@@ -20,7 +20,7 @@ from tests.support.fake_driver import (
         (4097, 1024, "nearest", "k4096"),
         (129, 1024, "nearest", "k1024"),
         (128, 1024, "fallback", "any1024_16"),
-        (1, 1024, "nearest", "k8"),
+        (1, 1024, "fallback", "any1024_16"),
         (2048, 1024, "nearest", "k1024"),  # as far from 4096: the smaller one
         (16383, 1024, "nearest", "k4096"),
         (20000, 1024, "nearest", "k65536"),

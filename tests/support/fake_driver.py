@@ -323,7 +323,7 @@ def fallback(N: int, vector_bytes: int, least: int = 1) -> Kernel:
 
 TABLE = Table(
     TARGET,
-    (entry(8), entry(1024), entry(4096), entry(65536)),
+    (entry(1024), entry(4096), entry(65536)),
     (fallback(4096, 2), fallback(1024, 2), fallback(4096, 16), fallback(1024, 16, 129)),
 )
 
