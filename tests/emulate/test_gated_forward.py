@@ -78,7 +78,7 @@ def test_a_cluster_has_one_row_sum(name: str, target: Target) -> None:
 
 PLANTED = [
     ("gated", "__fmaf_rn(u_i, u_i, sum[u])", "sum[u]"),
-    ("gated", "{__fmul_rn(z, sigmoid)", "{sigmoid"),
+    ("gated", "{__fmul_rn(low, sigmoid)", "{sigmoid"),
     ("gated_rmsnorm_sigmoid", "{sigmoid", "{z * sigmoid"),
     ("gate_first", "__fmul_rn(element<Element>(xs[u][j].words, i), gate)", "gate"),
 ]

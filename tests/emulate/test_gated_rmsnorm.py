@@ -75,7 +75,7 @@ def test_a_cluster_has_one_row_sum_of_each_kind(name: str, target: Target) -> No
 
 PLANTED = [
     ("gated", "__fmul_rn(correction, xe)", "0.0f", r"dx\[.* are off"),
-    ("gated", "__fmaf_rn(z, rest, 1.0f)", "1.0f", r"dz\[.* are off"),
+    ("gated", "__fmaf_rn(bounded, rest, 1.0f)", "1.0f", r"dz\[.* are off"),
     ("gated", "__fmaf_rn(u_i, u_i, sum[u])", "sum[u]", r"dx\[.* are off"),
     ("gate_first", "__fmul_rn(du, gate.value)", "du", r"dx\[.* are off"),
     ("gate_first", "__fmul_rn(xe, gate.slope)", "xe", r"dz\[.* are off"),
