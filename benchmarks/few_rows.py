@@ -21,16 +21,15 @@ from statistics import median
 from typing import Any
 
 from benchmarks.command import command_line, exit_code, say
-from benchmarks.gpu import open_session, paired_ratio, take_turns, target_of
+from benchmarks.gpu import open_session, package_in, paired_ratio, take_turns, target_of
 from benchmarks.peers.pytorch import aten
 from benchmarks.results import machine, write_json
-from generator.errors import NormforgeError
 from generator.evaluate.gpu.protocol import Candidate
 from generator.evaluate.gpu.rotation import ROTATION, Operation
 from generator.evaluate.gpu.session import Session
 from generator.problem import Problem
 from normforge.api import Package
-from normforge.table import TABLE, Kernel, misfit
+from normforge.table import Kernel, misfit
 
 ROWS = (1, 2, 3, 4, 8, 16, 32, 64, 128, 256, 512)
 ALIGNED = 16
@@ -100,9 +99,7 @@ def measure(folder: Path, package: Package, problem: Problem, session: Session) 
 
 def run(args: argparse.Namespace) -> int:
     """Raises NormforgeError."""
-    if not (args.module / TABLE).exists():
-        raise NormforgeError(f"{args.module} is no package: it has no {TABLE}")
-    package = Package(args.module)
+    package = package_in(args.module)
     session = open_session(args.device, args.condition)
     target_of(session.facts, package.table.target["name"])
     started = time.monotonic()

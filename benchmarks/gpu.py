@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from operator import truediv
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -24,6 +25,8 @@ from generator.kernels.variant import make_variant
 from generator.problem import Problem
 from generator.result import Result
 from generator.target import Target, match_device
+from normforge.api import Package
+from normforge.table import TABLE
 
 BLOCKS, ROUNDS = 3, 15
 """How often operations take turns: blocks of one CUDA graph each, and rounds in a block."""
@@ -64,6 +67,13 @@ def open_gpu(gpu: str = "auto", device: int = 0) -> tuple[Session, Target]:
     """The same with its target. Raises NormforgeError where that is another one than `gpu`."""
     session = open_session(device)
     return session, target_of(session.facts, gpu)
+
+
+def package_in(folder: Path) -> Package:
+    """The package of a folder. Raises NormforgeError where there is none."""
+    if not (folder / TABLE).exists():
+        raise NormforgeError(f"{folder} is no package: it has no {TABLE}")
+    return Package(folder)
 
 
 def bench_of(workload: Workload, config: Config, target: Target) -> Bench:

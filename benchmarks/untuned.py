@@ -22,7 +22,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.command import command_line, exit_code, say, spare_cores
-from benchmarks.gpu import bench_of, open_session, paired_ratio, take_turns
+from benchmarks.gpu import bench_of, open_session, package_in, paired_ratio, take_turns
 from benchmarks.peers.pytorch import aten
 from benchmarks.results import machine, write_json
 from generator.errors import NormforgeError, ProblemError
@@ -38,7 +38,6 @@ from generator.studies.storage import open_storage
 from generator.target import Target
 from generator.tuner.choose_device import choose_target
 from normforge.api import Package
-from normforge.table import TABLE
 
 
 def log_uniform(rng: random.Random, low: int, high: int) -> int:
@@ -117,9 +116,7 @@ def compare(
 
 def run(args: argparse.Namespace) -> int:
     """Raises NormforgeError."""
-    if not (args.module / TABLE).exists():
-        raise NormforgeError(f"{args.module} is no package: it has no {TABLE}")
-    package = Package(args.module)
+    package = package_in(args.module)
     target, measured, sentence = choose_target(package.table.target["name"], 0)
     if measured is None:
         raise NormforgeError(f"needs the module's GPU: {sentence}")

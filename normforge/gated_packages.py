@@ -8,7 +8,7 @@ from typing import Any
 from .frontends.gated import GatedFunctions
 from .frontends.gated_node import SERVED
 from .operations import GATED
-from .packages import Chosen, open_package, tuned_packages
+from .packages import Chosen, open_named, tuned_packages
 from .serve.kernels import Source
 
 _NAME = "*/gated"
@@ -30,12 +30,9 @@ functions.RMSNormGated.__module__ = "normforge.gated"  # where pickle finds it
 
 def _find(name: str) -> Any:
     """The functions by the name that their operator was called with. Raises LookupError."""
-    gpu, _, operation = name.rpartition("/")
-    if operation not in GATED:
+    if name.rpartition("/")[2] not in GATED:
         raise LookupError(name)
-    here = tuned_packages(operation).values()
-    folder = {tuned.folder.parent.name: tuned.folder for tuned in here}[gpu]
-    return open_package(str(folder / "__init__.py"), name, operation)
+    return open_named(name)
 
 
 SERVED.find = _find

@@ -259,6 +259,14 @@ def open_package(file: str, module: str, operation: str) -> Any:
 # ---- Packages that a graph asks for --------------------------------------------------------------
 
 
+def open_named(name: str) -> Any:
+    """The functions of a package here, by its name `<gpu>/<operation>`. Raises LookupError."""
+    gpu, _, operation = name.rpartition("/")
+    here = tuned_packages(operation).values()
+    folder = {tuned.folder.parent.name: tuned.folder for tuned in here}[gpu]
+    return open_package(str(folder / "__init__.py"), name, operation)
+
+
 def _operators_of(name: str) -> Any:
     """Those of a package here, by the name that an operator was called with: "" or
     `<gpu>/<operation>`, where a GPU of * is that of the tensors. Raises LookupError."""
@@ -267,9 +275,7 @@ def _operators_of(name: str) -> Any:
         raise LookupError(name)
     if gpu == "*":
         return chosen(operation).ops
-    here = tuned_packages(operation).values()
-    folder = {tuned.folder.parent.name: tuned.folder for tuned in here}[gpu]
-    return open_package(str(folder / "__init__.py"), name, operation).ops
+    return open_named(name).ops
 
 
 Operators.served.find = _operators_of
