@@ -47,7 +47,7 @@ class Package(NormPackage):
         self.rmsnorm_forward = self._norm.rmsnorm_forward
         # A class per package, under a name by which pickle finds it.
         members = {
-            "_package_norm": self._norm,
+            "_package_norm": property(lambda _: self._norm),
             "_package_invariant": self._invariant,
             "_invariant_class": staticmethod(self._invariant_class),
             "__doc__": RMSNorm.__doc__,

@@ -38,7 +38,7 @@ class GatedFunctions:
         self._servers: dict[str, RowServer] = {}
         SERVED.add(name, self)
         # A class per package, under a name by which pickle finds it.
-        members = {"_package": self, "__doc__": RMSNormGated.__doc__}
+        members = {"_package": property(lambda _: self), "__doc__": RMSNormGated.__doc__}
         self.RMSNormGated: type[RMSNormGated] = type("RMSNormGated", (RMSNormGated,), members)
         self._forwards: dict[Any, Any] = {}
 

@@ -136,9 +136,11 @@ class GatedNode(torch.autograd.Function):
 def _is_ours(*given: Any) -> bool:
     """Whether a node may take these. Transforms, forward mode, tracers and subclasses of tensors
     know PyTorch's operators alone; modes and fake tensors know ours, too."""
-    if is_dynamo_compiling():  # it cannot trace the other questions, and grads of functions refuse
+    if transforms_active():
+        return False
+    if is_dynamo_compiling():  # it cannot trace the other questions
         return all(map(is_plain, given))
-    if transforms_active() or tracing() is not None:
+    if tracing() is not None:
         return False
     plain = all(is_plain(one) or isinstance(one, FakeTensor) for one in given)
     return plain and not has_tangent(*given)

@@ -54,7 +54,7 @@ class LayerNormPackage(NormPackage):
         self._node = layer_norm_node(layer_norm_forward, lambda _: self._serve, self._quick)
         self._eager = eager_layer_norm(self._serve, self._quick)
         # A class per package, under a name by which pickle finds it.
-        members = {"_package": self, "__doc__": LayerNorm.__doc__}
+        members = {"_package": property(lambda _: self), "__doc__": LayerNorm.__doc__}
         self.LayerNorm: type[LayerNorm] = type("LayerNorm", (LayerNorm,), members)
         # One object, so that all modules that it is patched into share one class.
         self._patched_forward = lambda module, input: self.layer_norm(

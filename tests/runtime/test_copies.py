@@ -28,7 +28,7 @@ FUNCTIONS = [
     for module in MODULES
     for name in module.__all__
     if callable(function := getattr(module, name)) and not isinstance(function, type)
-] + [invariant.RMSNorm._package_norm.matching("vllm-triton3.7").rms_norm]
+] + [invariant.RMSNorm(8)._package_norm.matching("vllm-triton3.7").rms_norm]
 
 
 def pickled(value: Any) -> Any:
