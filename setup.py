@@ -14,11 +14,10 @@ from setuptools import Distribution, find_packages, setup
 from setuptools.command.build_py import build_py
 
 packages = find_packages(include=["normforge", "normforge.*"])
-folders = {"normforge.generated": "generated", "normforge.generated.include": "templates"}
+folders = {"normforge.generated": "generated"}
 data = {
     "normforge": ["py.typed"],
     "normforge.native": ["*.cpp", "*.h"],
-    "normforge.generated.include": ["*.cuh"],
 }
 for table in sorted(Path("generated").glob("*/*/table.json")):
     package = ".".join(("normforge", *table.parent.parts))
@@ -37,8 +36,10 @@ class Build(build_py):
             shutil.rmtree(Path(self.build_lib, "normforge"), ignore_errors=True)
         super().run()
         if not self.editable_mode:
-            for header in Path("generated", "include").glob("*.cuh"):
-                shutil.copy(header, Path(self.build_lib, "normforge", header))
+            include = Path(self.build_lib, "normforge", "generated", "include")
+            include.mkdir(exist_ok=True)
+            for header in [*Path("templates").rglob("*.cuh"), *Path("generated/include").iterdir()]:
+                shutil.copy(header, include)
 
     def find_package_modules(self, package: str, folder: str) -> list[tuple[str, str, str]]:
         """Without the module that finds the packages in a checkout."""

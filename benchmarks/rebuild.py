@@ -25,7 +25,7 @@ from generator.errors import CompilerError, NormforgeError
 from generator.kernels.code_digest import compiler_input
 from generator.kernels.nvrtc import compile_source, nvrtc_version
 from generator.package.sources import variant_of
-from generator.paths import GENERATED, INCLUDE, TEMPLATES
+from generator.paths import GENERATED, header_folders
 from normforge.table import ForwardKernel, ForwardTable, Kernel, Table
 
 Stored = Kernel | ForwardKernel
@@ -85,7 +85,7 @@ def rebuild(kernel: Stored, folder: Path, arch: str, sms: int, sources: bool = F
             return done("has another launch")
     except (NormforgeError, TypeError, OSError) as error:
         return done(f"has no source ({error})")
-    compiled = compile_source(source, arch, register_cap, (TEMPLATES, INCLUDE) if sources else ())
+    compiled = compile_source(source, arch, register_cap, header_folders() if sources else ())
     if compiled.error:
         return done(f"does not compile ({compiled.error.splitlines()[0]})")
     same = compiled.digest == kernel.digest

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import chain
 from pathlib import Path
 
-from generator.paths import SEARCH_SPACES, TEMPLATES
+from generator.paths import SEARCH_SPACES, template_named
 from normforge import operations
 
 OWN_OPERATIONS = "NORMFORGE_OPERATIONS"
@@ -18,7 +18,7 @@ def template_of(operation: str) -> Path:
     """The file of an operation's template."""
     if operation in FILES:
         return FILES[operation].with_name(f"{operation}.cu.j2")
-    return TEMPLATES / f"{operation}.cu.j2"
+    return template_named(f"{operation}.cu.j2")
 
 
 def space_of(operation: str) -> Path:

@@ -17,6 +17,17 @@ CACHE = REPOSITORY / ".cache"
 LIBRARY = REPOSITORY / "normforge"
 
 
+def template_named(name: str) -> Path:
+    """The file of a template or a fragment, whose name is unique over the folders of templates/.
+    There may be none."""
+    return next(TEMPLATES.rglob(name), TEMPLATES / name)
+
+
+def header_folders() -> list[Path]:
+    """Where `#include` of an emitted source finds its headers."""
+    return [TEMPLATES, *sorted(path for path in TEMPLATES.iterdir() if path.is_dir()), INCLUDE]
+
+
 def program_version() -> str:
     """That of the library."""
     return normforge.__version__

@@ -260,7 +260,7 @@ def _whole_groups(spec: KernelSpec, M: int, participants: int) -> int:
 
 
 def _units(spec: KernelSpec, M: int, whole: int) -> int:
-    """The sums of `whole` groups and of the runs behind them: `Units` in templates/runs.cuh."""
+    """The sums of `whole` groups and of the runs behind them: `Units` in runs.cuh."""
     in_chunk = CHUNK_ROWS // spec.group_rows
     slabs, rest = divmod(M - whole * spec.group_rows, in_chunk * spec.run_rows)
     return whole + slabs * in_chunk + min(in_chunk, ceil_div(rest, spec.rows_per_cta))

@@ -72,7 +72,7 @@ def emulate(folder: Path, *arguments: str) -> str:
 def test_a_strategy(copy: Path) -> None:
     changed = apply("A strategy", copy)
     (fragment,) = blocks("A strategy", "cuda")
-    (copy / "templates" / "dw_relay.cuh").write_text(fragment)
+    (copy / "templates" / "dw" / "dw_relay.cuh").write_text(fragment)
     said = emulate(copy, "--strategy", "relay", "--shape", "64x1024:bf16")
     assert "1 different results" in said
     assert "no problem found" in said

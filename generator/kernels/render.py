@@ -11,7 +11,7 @@ import jinja2
 
 from generator.kernels.variant import Variant
 from generator.own_files import template_of
-from generator.paths import TEMPLATES
+from generator.paths import TEMPLATES, template_named
 from generator.problem import RMSNORM_BACKWARD
 from normforge.operations import Signature, signature_of
 from normforge.spec import CHUNK_ROWS
@@ -43,7 +43,8 @@ def without_comments(source: str) -> str:
 
 @cache
 def _file(name: str, comments: bool) -> str:
-    path = template_of(name.removesuffix(".cu.j2")) if name.endswith(".cu.j2") else TEMPLATES / name
+    of_operation = name.endswith(".cu.j2")
+    path = template_of(name.removesuffix(".cu.j2")) if of_operation else template_named(name)
     source = path.read_text(encoding="utf-8")
     return source if comments else without_comments(source) + "\n"
 
@@ -51,7 +52,7 @@ def _file(name: str, comments: bool) -> str:
 def headers() -> dict[str, str]:
     """The fragments that kernels include, by name, comments included: those that are no templates,
     and the others as the kernels of RMSNorm have them."""
-    names = sorted(path.name.removesuffix(".j2") for path in TEMPLATES.glob("*.cuh*"))
+    names = sorted(path.name.removesuffix(".j2") for path in TEMPLATES.rglob("*.cuh*"))
     return {name: _fragment(name, True, signature_of(RMSNORM_BACKWARD)) for name in names}
 
 
@@ -59,7 +60,7 @@ def headers() -> dict[str, str]:
 def _fragment(name: str, comments: bool, signature: Signature, producer: bool = False) -> str:
     """A fragment by name: the file, or what its template is for a signature, and with a producer
     warp."""
-    if not (TEMPLATES / f"{name}.j2").exists():
+    if not template_named(f"{name}.j2").exists():
         return _file(name, comments)
     template = environment(comments).get_template(f"{name}.j2")
     return template.render(signature=signature, producer=producer)

@@ -53,7 +53,7 @@ class RowGeometry(ItemSizes):
     @property
     def run_rows(self) -> int:
         """Rows whose sum the teams of a CTA form together, where the order of all sums follows from
-        the rows alone (templates/runs.cuh); 0 where it follows from the grid as well."""
+        the rows alone (templates/rows/runs.cuh); 0 where it follows from the grid as well."""
         return int(self.config.get("run_rows", 0))
 
     @property

@@ -2,7 +2,7 @@
 
     python -m generator.package.include
 
-writes generated/include/ anew, after a change of templates/*.cuh.j2.
+writes generated/include/ anew, after a change of templates/**/*.cuh.j2.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import shutil
 from pathlib import Path
 
 from generator.kernels.render import headers
-from generator.paths import INCLUDE, TEMPLATES
+from generator.paths import INCLUDE, template_named
 
 
 def rendered_headers() -> dict[str, str]:
     """The texts of those headers by name."""
-    return {name: text for name, text in headers().items() if not (TEMPLATES / name).exists()}
+    return {name: text for name, text in headers().items() if not template_named(name).exists()}
 
 
 def write_headers(folder: Path = INCLUDE) -> None:

@@ -16,7 +16,7 @@ from generator.errors import NormforgeError
 from generator.kernels.render import render
 from generator.kernels.strategies import STRATEGIES, strategy_of
 from generator.kernels.variant import Variant
-from generator.paths import TEMPLATES
+from generator.paths import template_named
 from normforge.spec import plan_launch
 from tests.support.packages import H200
 
@@ -44,7 +44,7 @@ def test_every_deterministic_strategy_of_every_operation_takes_part(
 
 
 def test_every_primitive_that_orders_something_is_delayed() -> None:
-    text = (TEMPLATES / "primitives.cuh").read_text()
+    text = template_named("primitives.cuh").read_text()
     delayed = with_delays(text)
     assert delayed.count(DELAY) == 1
     body = delayed.replace(DELAY, "")

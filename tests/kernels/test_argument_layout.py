@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from generator.emulate import find_compiler
 from generator.kernels.render import environment, render, without_comments
-from generator.paths import TEMPLATES
+from generator.paths import template_named
 from generator.problem import Problem
 from generator.target import find_target
 from normforge.launch.kernel_arguments import (
@@ -54,7 +54,7 @@ KINDS = {
 
 def struct_of(signature: Signature) -> str:
     """The structure in the row kernel's template, of a signature."""
-    text = (TEMPLATES / "row_kernel.cu.j2").read_text()
+    text = template_named("row_kernel.cu.j2").read_text()
     start = text.index("struct Arguments {")
     template = environment(comments=False).from_string(text[start : text.index("\n};", start) + 3])
     return without_comments(template.render(signature=signature))

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from optuna.storages import InMemoryStorage
 
-from generator import own_files
+from generator import paths
 from generator.kernels import code_digest as module
 from generator.kernels import render
 from generator.kernels.code_digest import code_digest
 from generator.kernels.nvrtc import Compiled
-from generator.kernels.render import TEMPLATES, without_comments
+from generator.kernels.render import without_comments
 from generator.kernels.variant import Variant, make_variant
-from generator.paths import GENERATED
+from generator.paths import GENERATED, TEMPLATES
 from generator.problem import Problem
 from generator.search.search import Budget, search_problem
 from generator.space.forward_space import forward_variants
@@ -70,7 +70,7 @@ def templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     """A copy of the templates, from which everything is rendered."""
     folder = tmp_path / "templates"
     shutil.copytree(TEMPLATES, folder)
-    for reader in (render, own_files):
+    for reader in (render, paths):
         monkeypatch.setattr(reader, "TEMPLATES", folder)
     yield folder
     monkeypatch.undo()
@@ -79,7 +79,7 @@ def templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 def test_comments_and_empty_lines_are_no_code(templates: Path) -> None:
     before = digests()
-    for path in templates.iterdir():
+    for path in templates.rglob("*.*"):
         text = path.read_text().replace("{\n", "{  /* more\n lines */\n\n  // and a remark\n")
         path.write_text("// Another first line.\n\n" + text)
     assert digests() == before
@@ -87,13 +87,14 @@ def test_comments_and_empty_lines_are_no_code(templates: Path) -> None:
 
 def test_a_fragment_may_move_and_be_split(templates: Path) -> None:
     before = digests()
-    (templates / "elements.cuh").rename(templates / "numbers.cuh")
-    macro, found, rest = (templates / "rows_bulk.cuh.j2").read_text().partition("struct ")
+    (templates / "elements.cuh").rename(templates / "dw" / "numbers.cuh")
+    rows = templates / "rows"
+    macro, found, rest = (rows / "rows_bulk.cuh.j2").read_text().partition("struct ")
     assert found
-    (templates / "rows_bulk.cuh.j2").write_text(macro)
+    (rows / "rows_bulk.cuh.j2").write_text(macro)
     found = macro[: macro.index("// ----")] + found
     (templates / "more_rows.cuh.j2").write_text(found + rest)
-    for path in templates.glob("*.j2"):
+    for path in templates.rglob("*.j2"):
         text = path.read_text().replace('source("elements.cuh")', 'source("numbers.cuh")')
         pasted = '{{ source("rows_" ~ knobs.pipeline ~ ".cuh") }}'
         more = '{% if knobs.pipeline == "bulk" %}\n{{ source("more_rows.cuh") }}\n{% endif %}\n'

@@ -15,7 +15,7 @@ from generator.kernels.nvrtc import Compiled
 from generator.kernels.ptxas import Resources
 from generator.kernels.resource_gate import identity
 from generator.kernels.variant import Variant
-from generator.paths import TEMPLATES
+from generator.paths import template_named
 from generator.problem import Problem
 from generator.target import find_target
 from normforge.spec import CHUNK_ROWS, MAIN_KERNEL
@@ -71,7 +71,7 @@ def test_the_compilers_options_are_a_part_of_the_code() -> None:
 @pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
 def test_tail_of_groups_has_the_shared_memory_that_its_threads_use(tmp_path: Path) -> None:
     """The template and the host count alike, for every CTA and slice that the space has."""
-    source = (TEMPLATES / "sum_groups.cuh").read_text()
+    source = template_named("sum_groups.cuh").read_text()
     shape = re.search(r"DEVICE constexpr int power_below.*?^template.*?^};", source, re.M | re.S)
     assert shape is not None
     space = space_of(INVARIANT)

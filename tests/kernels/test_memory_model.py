@@ -270,7 +270,7 @@ def test_a_stage_whose_values_may_arrive_late_is_read_with_a_fence(summed: bool)
 def unlisted(strategies: Sequence[Strategy]) -> set[str]:
     """Fragments of strategies that FRAGMENTS lacks, those for groups of rows included."""
     wanted = {name for strategy in strategies for name in strategy.fragments}
-    wanted |= {path.stem for path in TEMPLATES.glob("dw_groups_*.cuh")}
+    wanted |= {path.stem for path in TEMPLATES.rglob("dw_groups_*.cuh")}
     return {name for name in wanted if name.startswith("dw_")} - {name for name, _ in FRAGMENTS}
 
 

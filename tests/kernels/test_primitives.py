@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from generator.paths import TEMPLATES
+from generator.paths import template_named
 from tests.support.ptx import ptx_of
 
 PRELUDE = """
@@ -72,7 +72,7 @@ def instructions() -> dict[str, list[str]]:
         f" Ledger* wide) {{ __shared__ unsigned long long barrier[1]; (void)barrier; {call}; }}"
         for name, (call, _) in ORDERED.items()
     ]
-    primitives = (TEMPLATES / "primitives.cuh").read_text()
+    primitives = template_named("primitives.cuh").read_text()
     ptx = ptx_of("\n".join([PRELUDE, primitives, *kernels]), "90a")
     bodies = re.findall(r"\.entry k_(\w+)\((.*?)\n}", ptx, re.DOTALL)
     return {name: ORDERING.findall(body) for name, body in bodies}

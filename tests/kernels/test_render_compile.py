@@ -26,7 +26,7 @@ from generator.kernels.ptxas import Resources, read_resources
 from generator.kernels.render import headers, render
 from generator.kernels.resource_gate import refuse, resource_fault
 from generator.kernels.variant import Variant, make_variant
-from generator.paths import REPOSITORY, TEMPLATES
+from generator.paths import REPOSITORY, TEMPLATES, template_named
 from generator.problem import Problem
 from generator.target import Target, find_target
 from normforge.operations import OPERATIONS
@@ -135,9 +135,9 @@ def test_every_fragment_is_used_by_some_variant() -> None:
     source = render(make_variant(producer, Problem.parse(SHAPE)), include=True)
     used |= {*re.findall(r'^#include "(\w+)\.cuh"', source, flags=re.M)}
     examples = (REPOSITORY / "examples" / "own_operation").glob("*.cu.j2")
-    for template in (*examples, TEMPLATES / "gate.j2"):
+    for template in (*examples, template_named("gate.j2")):
         used |= {*re.findall(r'source\("(\w+)\.cuh"\)', template.read_text())}
-    found = {path.name.partition(".")[0] for path in TEMPLATES.glob("*.cuh*")}
+    found = {path.name.partition(".")[0] for path in TEMPLATES.rglob("*.cuh*")}
     assert used == {name for name in found if not name.startswith("forward_")}
 
 

@@ -30,7 +30,7 @@ from generator.operations import (
 from generator.operations import rmsnorm_forward as forward_module
 from generator.operations.operation import TORCH_DTYPE, over_bytes
 from generator.operations.rmsnorm_forward import ForwardInputs
-from generator.paths import TEMPLATES
+from generator.paths import template_named
 from generator.problem import ITEMSIZE, Problem, sums_of
 from normforge import operations as library
 from normforge.launch.forward_call import _ARGUMENTS
@@ -127,7 +127,7 @@ def bench_of(operation: Operation, problem: Problem, compute: Any) -> Bench:
 def test_an_operation_has_its_template_and_its_name(name: str) -> None:
     operation = OPERATIONS[name]
     assert operation.name == name
-    source = (TEMPLATES / f"{name}.cu.j2").read_text()
+    source = template_named(f"{name}.cu.j2").read_text()
     if operation.signature is not None:
         source = render(sample_variant(Problem.parse("4096x1024:bf16", name), H200))
     assert f" {name}(" in source

@@ -25,7 +25,7 @@ from generator.package.sources import (
     source_of,
     variant_of,
 )
-from generator.paths import INCLUDE, TEMPLATES
+from generator.paths import INCLUDE, header_folders
 from generator.problem import Problem
 from generator.space.forward_space import fallback_forwards, forward_variants
 from normforge.table import ForwardTable, KernelOf, Table
@@ -89,7 +89,7 @@ def test_source_alone_makes_the_same_cubin(emitted: Path, name: str) -> None:
     source = (emitted / "kernels" / f"{variant.id}.cu").read_text()
     assert len(source) < 16_000
     _, register_cap = compiler_input(variant)
-    again = compile_source(source, H200.arch, register_cap, include=(TEMPLATES, INCLUDE))
+    again = compile_source(source, H200.arch, register_cap, include=header_folders())
     assert again.error == ""
     assert again.cubin == made(variant).cubin
 
@@ -103,7 +103,7 @@ def test_source_compiles_with_nvcc_wherever_it_is_called(
     """To machine code of its own: nvcc is another compiler than NVRTC, of any version."""
     source = emitted / "kernels" / f"{VARIANTS[name].id}.cu"
     options = ["-cubin", f"-arch={H200.arch}", "-std=c++17", "-fmad=false", "-diag-suppress=177"]
-    options += [f"-I{TEMPLATES}", f"-I{INCLUDE}"]
+    options += [f"-I{folder}" for folder in header_folders()]
     done = subprocess.run(
         ["nvcc", *options, "-o", str(tmp_path / "kernel.cubin"), str(source)],
         capture_output=True,

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from generator.paths import TEMPLATES
+from generator.paths import template_named
 from normforge.launch import forward_call as call_module
 from normforge.launch.forward_call import forward_call
 from normforge.launch.row_layout import row_layout
@@ -166,7 +166,7 @@ def test_arguments_that_do_not_fit_are_refused_in_a_sentence(
 
 
 def test_the_host_packs_arguments_as_the_kernel_declares_them() -> None:
-    source = (TEMPLATES / "rmsnorm_forward.cu.j2").read_text()
+    source = template_named("rmsnorm_forward.cu.j2").read_text()
     (body,) = re.findall(r"struct Arguments \{(.*?)\};", source, re.DOTALL)
     codes = {"float": "f", "long long": "q", "int": "i", "unsigned": "I"}
     layout = "@"

@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 from generator.kernels.render import headers
-from generator.paths import TEMPLATES
+from generator.paths import template_named
 from tests.support.litmus import Event
 
 NO_ASM = {
@@ -57,7 +57,7 @@ def without_comments(source: str) -> str:
 @cache
 def bodies() -> dict[str, str]:
     """The text of every primitive's function."""
-    source = without_comments((TEMPLATES / "primitives.cuh").read_text())
+    source = without_comments(template_named("primitives.cuh").read_text())
     starts = list(re.finditer(r"^(?:template <[^>]*> )?DEVICE [^()\n]*?(\w+)\(", source, re.M))
     ends = [start.start() for start in starts[1:]] + [len(source)]
     found: dict[str, str] = {}

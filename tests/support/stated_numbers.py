@@ -29,7 +29,7 @@ from generator.evaluate.predict.model import MODEL
 from generator.evaluate.verify import determinism
 from generator.kernels import compile_pool
 from generator.package import fallback_kernels
-from generator.paths import REPOSITORY, TEMPLATES
+from generator.paths import REPOSITORY, template_named
 from generator.problem import Problem, load_problems
 from generator.search import (
     budget,
@@ -330,7 +330,7 @@ def graphs() -> list[str]:
 
 
 def determinism_page() -> list[str]:
-    patience = re.search(r"kPatience = (\d+);", (TEMPLATES / "last_arrived.cuh").read_text())
+    patience = re.search(r"kPatience = (\d+);", template_named("last_arrived.cuh").read_text())
     assert patience is not None
     return [
         f"it polls at most {patience[1]} times",
