@@ -5,6 +5,11 @@ While installed, a package serves one of PyTorch's CUDA operators. For RMSNorm t
 their backward. Calls without a kernel in the package go to the kernel that was registered before.
 torch.compile decomposes the operator before it gets here; graph_pass.py serves that case. After
 `use_native()` a kernel in C++ comes first.
+
+From 2.13 on, PyTorch itself puts kernels in Python before its own (torch.backends.python_native; of
+RMSNorm that of a QuACK which it carries). Each holds what was there when it was registered, and
+must not call it when that is gone, so they are registered anew below what is installed here, and
+when that is taken away. Who switches them off and on has them first until `install` comes again.
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -112,6 +117,7 @@ class Installation:
         self._lock = threading.RLock()
         self._library: torch.library.Library | None = None
         self._kernel: Any = None
+        self._original: Any = None
         self._take: Take | None = None
         self._native: Any = None
         self._wanted = False
@@ -125,14 +131,15 @@ class Installation:
 
     @_of_all_models
     def install(self) -> None:
-        """Route PyTorch's backward to this package from now on. A second call does nothing.
+        """Route PyTorch's backward to this package from now on. A second call changes nothing but
+        where others have registered a kernel since: this package comes first again.
 
         Raises RuntimeError if this PyTorch has no such operator, or if another package
         is installed.
         """
         with self._lock:
             self._wanted = True
-            self._apply()
+            self._apply(again=True)
 
     @_of_all_models
     def uninstall(self) -> None:
@@ -174,13 +181,14 @@ class Installation:
             with _registering(self._routed, self._device, kernel):
                 self._native = take(kernel)
 
-    def _apply(self) -> None:
+    def _apply(self, again: bool = False) -> None:
         wanted = self._wanted or self._blocks > 0
+        if wanted and again:
+            self._take_away()
         if wanted and self._library is None:
             self._end_predecessor()
             try:
-                found = _override(self._routed, self._quick, self._route, self._device)
-                self._library, self._kernel = found
+                self._override()
                 setattr(torch.library, self._routed.mark, self)
                 self._put_native_first()
             except BaseException:
@@ -192,11 +200,53 @@ class Installation:
     def end(self) -> None:
         """Restore PyTorch's kernel at once and permanently."""
         self._wanted = False
+        self._take_away()
+
+    def _take_away(self) -> None:
         if self._library is not None:
             self._native = None
             self._library._destroy()
             self._library = None
             delattr(torch.library, self._routed.mark)
+            _register_anew(self._routed.operator, self._device)
+
+    def _override(self) -> None:
+        """Put a kernel in the place of PyTorch's."""
+        name = f"aten::{self._routed.operator}"
+        if not hasattr(torch.ops.aten, self._routed.operator):
+            instead = self._routed.instead
+            raise RuntimeError(f"PyTorch {torch.__version__} has no {name}: use {instead}")
+        # On PyTorch, because packages carry copies of this file. Each would take the other's kernel
+        # for PyTorch's own and call it after it is gone.
+        if hasattr(torch.library, self._routed.mark):
+            raise RuntimeError("another package of Normforge is installed: uninstall it first")
+        try:
+            self._original = torch.library.get_kernel(name, self._device)
+        except RuntimeError:  # PyTorch was built without this device: there are no tensors on it
+            self._original = None
+        library = torch.library.Library("aten", "IMPL")
+        kernel = self._routed.make(self._quick, self._route, self._leave)
+        with _registering(self._routed, self._device, kernel):
+            library.impl(self._routed.operator, kernel, self._device, allow_override=True)
+        self._library, self._kernel = library, kernel
+
+    def _leave(self, *given: Any) -> Any:
+        """What the kernel gives that was there before."""
+        original, keys = self._original, getattr(torch._C.DispatchKey, self._device)
+        if original is None:
+            name = f"aten::{self._routed.operator}"
+            raise RuntimeError(f"PyTorch has no {name} for {self._device} to fall back to")
+        try:
+            return original.call_boxed(torch._C.DispatchKeySet(keys), *given)
+        except RuntimeError as error:
+            if "SafeKernelFunction has been invalidated" not in str(error):
+                raise
+        # One of torch.backends.python_native, or what that one falls back to, is no longer there.
+        with self._lock:
+            if self._original is original and self._library is not None:
+                self._take_away()
+                self._apply()
+        return self._original.call_boxed(torch._C.DispatchKeySet(keys), *given)
 
     def _end_predecessor(self) -> None:
         """End the routing of this package from before it was loaded again."""
@@ -206,8 +256,8 @@ class Installation:
 
 
 _KEPT: deque[Any] = deque(maxlen=1000)
-"""The last kernels and their functions in Python, also after `uninstall`: PyTorch would free one
-while a thread that has found it waits for the interpreter. Each takes two kilobytes."""
+"""The last kernels and their functions in Python, also after they were replaced: PyTorch would free
+one while a thread that has found it waits for the interpreter. Each takes two kilobytes."""
 
 
 @contextmanager
@@ -220,29 +270,11 @@ def _registering(routed: Routed, device: str, kernel: Callable[..., Any]) -> Ite
     _KEPT.append((torch.library.get_kernel(f"aten::{routed.operator}", device), kernel))
 
 
-def _override(
-    routed: Routed, quick: Serve, route: Serve, device: str
-) -> tuple[torch.library.Library, Callable[..., Any]]:
-    """What keeps a kernel in the place of PyTorch's, and its function."""
-    name = f"aten::{routed.operator}"
-    if not hasattr(torch.ops.aten, routed.operator):
-        raise RuntimeError(f"PyTorch {torch.__version__} has no {name}: use {routed.instead}")
-    # On PyTorch, because packages carry copies of this file. Each would take the other's kernel for
-    # PyTorch's own and call it after it is gone.
-    if hasattr(torch.library, routed.mark):
-        raise RuntimeError("another package of Normforge is installed: uninstall it first")
-    try:
-        original = torch.library.get_kernel(name, device)
-    except RuntimeError:  # PyTorch was built without this device, and there are no tensors on it
-        original = None
-    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, device))
-
-    def leave(*given: Any) -> Any:
-        if original is None:
-            raise RuntimeError(f"PyTorch has no {name} for {device} to fall back to")
-        return original.call_boxed(keys, *given)
-
-    library, kernel = torch.library.Library("aten", "IMPL"), routed.make(quick, route, leave)
-    with _registering(routed, device, kernel):
-        library.impl(routed.operator, kernel, device, allow_override=True)
-    return library, kernel
+def _register_anew(operator: str, device: str) -> None:
+    """Have the kernels of torch.backends.python_native find what serves an operator now."""
+    native = getattr(torch.backends, "python_native", None)
+    if native is not None and not native.is_operation_disabled(operator):
+        with suppress(RuntimeError):  # of a PyTorch that was built without this device
+            _KEPT.append((torch.library.get_kernel(f"aten::{operator}", device), None))
+        with native.operations_disabled(operator):
+            pass

@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -272,3 +274,79 @@ def test_routing_serves_second_derivatives_by_pytorch(package: Package, aten: li
     rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
     for one, wanted in zip(found, penalty(x * rstd * weight), strict=True):
         torch.testing.assert_close(one, wanted)
+
+
+BACKWARD = "_fused_rms_norm_backward"
+
+
+@pytest.fixture
+def override(aten: list[str]) -> Iterator[Callable[[], None]]:
+    """What registers a kernel as PyTorch does with those of its own in Python, for 16 columns."""
+    registry = pytest.importorskip("torch._native.registry", reason="PyTorch before 2.13")
+
+    def kernel(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        aten.append("override")
+        return torch.zeros_like(given[1]), torch.zeros_like(given[4])
+
+    def graph() -> tuple[str, ...]:
+        return next(key for key in registry._graphs if key[-2:] == (BACKWARD, "CPU"))
+
+    def register() -> None:
+        cond = partial(is_of_width, 16)
+        registry.register_op_override("tests", "aten", BACKWARD, "CPU", cond=cond, impl=kernel)
+        registry._register_overrides_from_graph(*graph(), registry._graphs[graph()])
+
+    yield register
+    registry._graphs[graph()].clear()
+    with torch.backends.python_native.operations_disabled(BACKWARD):
+        pass
+
+
+def is_of_width(width: int, dy: torch.Tensor, x: torch.Tensor, *_: Any) -> bool:
+    return x.shape[-1] == width
+
+
+def served_by(aten: list[str], *shape: int) -> str:
+    """Who runs the backward of rows of (4, *shape)."""
+    x, weight, rstd = randn(4, *shape), randn(*shape), torch.ones(4, *shape[:-1], 1)
+    aten.clear()
+    torch.ops.aten._fused_rms_norm_backward(x, x, list(shape), rstd, weight, [True, True])
+    return aten[-1] if aten else "package"
+
+
+def test_kernels_that_pytorch_overrides_its_own_with_come_second(
+    package: Package, aten: list[str], override: Callable[[], None]
+) -> None:
+    """Also when they are switched off and on: nobody calls a kernel that is gone."""
+    entry_point = routing_on_cpu(package)
+
+    def who() -> list[str]:
+        return [served_by(aten, 16), served_by(aten, 8), served_by(aten, 2, 16)]
+
+    override()
+    assert who() == ["override", "backward", "override"]
+    entry_point.install()
+    assert who() == ["package", "package", "override"]
+    torch.backends.python_native.disable_operations(BACKWARD)
+    assert who() == ["package", "package", "backward"]
+    torch.backends.python_native.enable_operations(BACKWARD)
+    assert who() == ["override", "package", "override"]
+    entry_point.install()
+    assert who() == ["package", "package", "override"]
+    torch.backends.python_native.enable_operations(BACKWARD)
+    entry_point.uninstall()
+    assert who() == ["override", "backward", "override"]
+
+
+def test_an_override_that_comes_later_is_first_until_install_comes_again(
+    package: Package, aten: list[str], override: Callable[[], None]
+) -> None:
+    entry_point = routing_on_cpu(package)
+    with entry_point.installed():
+        override()
+        assert [served_by(aten, 16), served_by(aten, 8)] == ["override", "package"]
+        entry_point.install()
+        assert [served_by(aten, 16), served_by(aten, 8)] == ["package", "package"]
+        entry_point.uninstall()
+        assert served_by(aten, 16) == "package"
+    assert [served_by(aten, 16), served_by(aten, 8)] == ["override", "backward"]
