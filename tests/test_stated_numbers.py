@@ -15,9 +15,9 @@ from benchmarks.pages.blocks import BLOCK, pages
 from tests.support.stated_numbers import PAGES, stated
 
 WHOLE_NUMBERS = {
-    *("README.md", "accuracy.md", "adopting.md", "architecture.md", "determinism.md"),
+    *("README.md", "adopting.md", "architecture.md", "determinism.md"),
     *("extending.md", "generated-code.md", "lab-notes.md", "layernorm.md", "native.md"),
-    *("performance.md", "runtime.md", "verification.md", "vllm-bits.md"),
+    *("performance.md", "runtime.md", "verification.md"),
 }
 """Pages where whole numbers without a unit may stand as well: shapes, configs, lists, recipes."""
 

@@ -31,7 +31,7 @@ class RMSNorm(torch.nn.RMSNorm):
             RMSNorm of `normforge.batch_invariant`, and no instance of this class. Raises
             RuntimeError if there are none.
         matches: "vllm" for a batch-invariant norm whose forward has the bits of vLLM's; see
-            docs/vllm-bits.md. Raises ValueError for a norm that is not batch-invariant.
+            docs/determinism.md. Raises ValueError for a norm that is not batch-invariant.
 
     With main_grad, and if the weight has an attribute grad_added_to_main_grad, that is set to True
     and autograd gets a dummy gradient: zeros if weight.zero_out_wgrad is set, else uninitialised

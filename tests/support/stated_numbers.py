@@ -428,10 +428,9 @@ def faq() -> list[str]:
 
 PAGES: dict[str, Callable[[], list[str]]] = {
     "README.md": readme,
-    "accuracy.md": accuracy,
     "adopting.md": adopting,
     "cluster.md": cluster,
-    "determinism.md": determinism_page,
+    "determinism.md": lambda: [*determinism_page(), *accuracy()],
     "faq.md": faq,
     "faults.md": faults,
     "forward.md": forward_page,
