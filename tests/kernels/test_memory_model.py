@@ -87,12 +87,12 @@ def test_the_page_says_how_large_programs_are() -> None:
 
 
 def test_the_page_says_what_was_checked() -> None:
-    """The table in docs/verification.md."""
+    """The table in docs/emulator.md."""
     rows = [
         f"| {name} | {p.bad_outcome} | {len(p.weakenings)} | {'; '.join(p.harmless)} |"
         for name, p in PROTOCOLS.items()
     ]
-    page = next(page for page in pages() if page.name == "verification.md").read_text()
+    page = next(page for page in pages() if page.name == "emulator.md").read_text()
     table = "\n".join(row.replace("|  |", "| |") for row in rows)
     assert table in page, f"the table should be\n{table}"
 
