@@ -162,8 +162,18 @@ def faults() -> list[str]:
     ]
 
 
-def forward_page() -> list[str]:
+def forward_kernels() -> list[str]:
+    """How RMSNorm's forward kernels are made and chosen."""
     wide, busy = (forward_space._most_vectors(threads) for threads in (512, 1024))
+    return [
+        f"up to {wide} vectors a thread ({busy} in CTAs of 1024)",
+        f"The {WORD[forward.FINALISTS]} fastest must repeat their bits in {determinism.RUNS} runs",
+        f"within {percent(tuner_forward.TIE)} of the best",
+        f"rows of whole {VECTOR}-byte vectors",
+    ]
+
+
+def forward_comparison() -> list[str]:
     first, every = notes.fastest_forwards("h200")
     other_first, others = notes.fastest_forwards("h100")
     usual = notes.usual_stores()
@@ -173,10 +183,6 @@ def forward_page() -> list[str]:
         f"took at most {percent(tuner_forward.TIE)} longer than the fastest",
         f"cuDNN's took {geometric_mean(usual):.3f} times as long as kernels that stored y as usual,"
         f" in the mean of {len(usual)} shapes",
-        f"up to {wide} vectors a thread ({busy} in CTAs of 1024)",
-        f"The {WORD[forward.FINALISTS]} fastest must repeat their bits in {determinism.RUNS} runs",
-        f"within {percent(tuner_forward.TIE)} of the best",
-        f"rows of whole {VECTOR}-byte vectors",
     ]
 
 
@@ -437,7 +443,6 @@ PAGES: dict[str, Callable[[], list[str]]] = {
     "emulator.md": emulator,
     "faq.md": faq,
     "faults.md": faults,
-    "forward.md": forward_page,
     "glossary.md": glossary,
     "graphs.md": graphs,
     "index.md": lambda: [
@@ -450,12 +455,12 @@ PAGES: dict[str, Callable[[], list[str]]] = {
         *(f"- **`{name}`**:" for name in rotation.CONDITIONS),
         f"more than {['', 'once', 'twice'][rotation.L2_TIMES]} the bytes of the L2",
     ],
-    "performance.md": performance,
+    "performance.md": lambda: [*performance(), *forward_comparison()],
     "prediction.md": prediction,
     "runtime.md": lambda: [
         f"or per capturing stream from {workspace.SHARED_FROM >> 10} KiB",
     ],
-    "search.md": search,
+    "search.md": lambda: [*search(), *forward_kernels()],
 }
 
 
