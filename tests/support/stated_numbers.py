@@ -457,7 +457,7 @@ PAGES: dict[str, Callable[[], list[str]]] = {
     ],
     "performance.md": lambda: [*performance(), *forward_comparison()],
     "prediction.md": prediction,
-    "runtime.md": lambda: [
+    "architecture.md": lambda: [
         f"or per capturing stream from {workspace.SHARED_FROM >> 10} KiB",
     ],
     "search.md": lambda: [*search(), *forward_kernels()],
