@@ -438,11 +438,10 @@ def faq() -> list[str]:
 PAGES: dict[str, Callable[[], list[str]]] = {
     "README.md": readme,
     "adopting.md": adopting,
-    "cluster.md": cluster,
+    "cluster.md": lambda: [*cluster(), *faults()],
     "determinism.md": lambda: [*determinism_page(), *accuracy()],
     "emulator.md": emulator,
     "faq.md": faq,
-    "faults.md": faults,
     "glossary.md": glossary,
     "graphs.md": graphs,
     "index.md": lambda: [

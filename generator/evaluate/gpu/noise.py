@@ -23,7 +23,7 @@ JITTER_US = 0.8
 """How far the reference may be above its best median. Chosen on 16,947 early trials of
 generated/h200, on GPUs that nobody else used: 99 % were within 1.06 us of the best of their study
 and GPU where it takes less than 50 us, and within 3.6 % where it takes more; six were further from
-it than this allows. docs/faults.md says how many trials stayed noisy since."""
+it than this allows. docs/cluster.md says how many trials stayed noisy since."""
 SPREAD = 0.05
 """How far apart, beside JITTER_US, the quartiles of the ratios of one block may be, relative to
 their median: the median of 15 such ratios is uncertain by about 1 %."""
