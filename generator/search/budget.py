@@ -10,7 +10,7 @@ from generator.problem import Problem
 
 TRIALS = {"measured": 400, "predicted": 14}
 """Trials of one problem unless the caller says otherwise. A prediction errs by more than further
-trials gain (docs/search.md)."""
+trials gain (docs/tuning.md)."""
 
 FINALISTS = 8
 """Variants called to the finals."""

@@ -67,9 +67,6 @@ def missed() -> str:
 
 
 def search() -> list[str]:
-    layouts = fallback_kernels.load_layouts().groups
-    common = len(layouts["wide"])
-    clustered = common + len({layout.columns for layout in layouts["long"]})
     kept = percent(choose_winner.INCUMBENT_TIE)
     return [
         f"until {sampler.FIRST} configs have been proposed",
@@ -99,16 +96,23 @@ def search() -> list[str]:
         f"takes longer than {finals.SHORTLIST_US / finals.SHORTLIST:.0f} µs)",
         f"configs within {percent(prior.TIE)} are tied",
         f"the same bits in {determinism.RUNS} runs",
-        f"{session.SLOW} times the time of the best",
-        f"| {clustered} for each pair of dtypes of the run, {common} on a GPU without clusters",
-        f"rows of whole {VECTOR}-byte vectors: a multiple of {VECTOR // 2} bf16",
-        f"A measured search has {budget.TRIALS['measured']} trials by default",
-        f"A predicted one has {budget.TRIALS['predicted']},",
         f"share of searches that came within {percent(replay.CLOSE)} of it",
         f"proposes {replay.COMPILERS} trials ahead",
         f"Those within {percent(recording.NEAR - 1)} of the best are measured"
         f" {WORD[recording.REPEATS + 1]} times",
         f"times the best {percent(recording.NEAREST - 1)} of each recording again",
+    ]
+
+
+def tuning() -> list[str]:
+    layouts = fallback_kernels.load_layouts().groups
+    common = len(layouts["wide"])
+    clustered = common + len({layout.columns for layout in layouts["long"]})
+    return [
+        f"| {clustered} for each pair of dtypes of the run, {common} on a GPU without clusters",
+        f"rows of whole {VECTOR}-byte vectors: a multiple of {VECTOR // 2} bf16",
+        f"A measured search has {budget.TRIALS['measured']} trials by default",
+        f"A predicted one has {budget.TRIALS['predicted']},",
     ]
 
 
@@ -460,6 +464,7 @@ PAGES: dict[str, Callable[[], list[str]]] = {
         f"or per capturing stream from {workspace.SHARED_FROM >> 10} KiB",
     ],
     "search.md": lambda: [*search(), *forward_kernels()],
+    "tuning.md": tuning,
 }
 
 
