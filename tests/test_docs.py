@@ -109,7 +109,7 @@ def test_pages_name_the_versions_of_pytorch_that_are_tested() -> None:
 def test_the_recipe_for_kernelize_names_the_versions_that_are_tested() -> None:
     pins = (REPOSITORY / ".ci" / "pytorch_versions.txt").read_text()
     versions = dict(re.findall(r"^(kernels|transformers)==(\S+)$", pins, flags=re.M))
-    page = " ".join((REPOSITORY / "docs" / "adopting.md").read_text().split())
+    page = " ".join((REPOSITORY / "docs" / "generated-code.md").read_text().split())
     said = "Tested with transformers {transformers} and `kernels` {kernels};"
     assert said.format(**versions) in page
 

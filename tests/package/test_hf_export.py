@@ -296,8 +296,8 @@ def test_kernelized_model_trains_as_before(kernels: Any, exported: Path, compile
 
 
 def test_norms_of_transformers_are_kernelized(kernels: Any, exported: Path) -> None:
-    """The recipe of docs/adopting.md: a transformers that wants another version of `kernels` marks
-    no class for it."""
+    """The recipe of docs/generated-code.md: a transformers that wants another version of `kernels`
+    marks no class for it."""
     transformers = pytest.importorskip("transformers", reason="needs transformers")
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 32}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
