@@ -16,7 +16,7 @@ from tests.support.stated_numbers import PAGES, stated
 
 WHOLE_NUMBERS = {
     *("README.md", "adopting.md", "architecture.md", "determinism.md"),
-    *("extending.md", "generated-code.md", "lab-notes.md", "layernorm.md", "native.md"),
+    *("extending.md", "generated-code.md", "lab-notes.md", "layernorm.md"),
     *("performance.md", "emulator.md", "tuning.md"),
 }
 """Pages where whole numbers without a unit may stand as well: shapes, configs, lists, recipes."""

@@ -108,11 +108,17 @@ def tuning() -> list[str]:
     layouts = fallback_kernels.load_layouts().groups
     common = len(layouts["wide"])
     clustered = common + len({layout.columns for layout in layouts["long"]})
+    searched = len(read("h100_first_search")["rows"])
+    most = re.search(r"--trials (\d+)", read("h100_first_search")["what"])
+    assert most is not None
     return [
         f"| {clustered} for each pair of dtypes of the run, {common} on a GPU without clusters",
         f"rows of whole {VECTOR}-byte vectors: a multiple of {VECTOR // 2} bf16",
         f"A measured search has {budget.TRIALS['measured']} trials by default",
         f"A predicted one has {budget.TRIALS['predicted']},",
+        f"On one H100, with at most {most[1]} trials per shape",
+        f"{searched} of {first_search_shapes()} shapes had a winner after"
+        f" [{first_search_seconds()} s",
     ]
 
 
@@ -423,31 +429,13 @@ def layernorm() -> list[str]:
     ]
 
 
-def faq() -> list[str]:
-    names = ("untuned_h200", "untuned_seed1_h200")
-    widths = [row for name in names for row in read(name)["rows"] if row["unknown"] == "N"]
-    searched = len(read("h100_first_search")["rows"])
-    most = re.search(r"--trials (\d+)", read("h100_first_search")["what"])
-    assert most is not None
-    return [
-        f"{len(widths)} random shapes",
-        f"by default {budget.TRIALS['measured']} per shape if they are measured,"
-        f" {budget.TRIALS['predicted']} if predicted",
-        f"On one H100, with at most {most[1]} trials per shape",
-        f"{searched} of {first_search_shapes()} shapes had a winner after"
-        f" [{first_search_seconds()} s",
-    ]
-
-
 PAGES: dict[str, Callable[[], list[str]]] = {
     "README.md": readme,
-    "adopting.md": adopting,
+    "adopting.md": lambda: [*adopting(), *graphs()],
     "cluster.md": lambda: [*cluster(), *faults()],
     "determinism.md": lambda: [*determinism_page(), *accuracy()],
     "emulator.md": emulator,
-    "faq.md": faq,
     "glossary.md": glossary,
-    "graphs.md": graphs,
     "index.md": lambda: [
         f"PyTorch {oldest('torch')} or newer",
         f"driver for CUDA {layernorm_entries()[0]['kernel']['nvrtc'].partition('.')[0]}",
