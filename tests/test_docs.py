@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import ast
 import inspect
 import pkgutil
 import re
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.pages.functions import FUNCTION, as_markdown, described, public_name
 from benchmarks.pages.text import read
 from generator.operations import OPERATIONS
 from generator.paths import REPOSITORY
@@ -23,6 +24,12 @@ def anchors(page: Path) -> set[str]:
     """Anchors of the headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.M)
     return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+def described_paths() -> list[str]:
+    """Where in the library is what docs/api.md describes."""
+    page = (REPOSITORY / "docs" / "api.md").read_text()
+    return [found[2] for found in FUNCTION.finditer(page)]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -49,38 +56,66 @@ def test_files_that_are_named_exist(page: Path) -> None:
 
 
 def test_every_function_of_a_package_is_on_its_page() -> None:
-    """docs/api.md names what packages export; the site fails for what it cannot find."""
+    """docs/api.md describes what packages export."""
     ends = [operation.front_end for operation in OPERATIONS.values() if operation.front_end]
     exported = {name for end in ends for name in ("PROVENANCE", end.norm, *end.functions)}
-    page = (REPOSITORY / "docs" / "api.md").read_text()
-    described = {line.split(".")[-1] for line in re.findall(r"^::: (\S+)$", page, flags=re.M)}
+    described = {public_name(path).rpartition(".")[2] for path in described_paths()}
     described -= {"collect", "use_batch_invariant"}  # of normforge, not of one package
-    assert {name.lower() for name in exported} == {name.lower() for name in described}
+    assert exported == described
 
 
-def test_what_that_page_describes_has_a_docstring_and_an_anchor_of_its_own() -> None:
-    spec = importlib.util.spec_from_file_location("hooks", REPOSITORY / "docs" / "site_hooks.py")
-    assert spec is not None and spec.loader is not None
-    hooks = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(hooks)
-    page = (REPOSITORY / "docs" / "api.md").read_text()
-    paths = re.findall(r"^::: (\S+)$", page, flags=re.M)
-    for path in paths:
-        found = pkgutil.resolve_name(path)
-        assert inspect.getdoc(found), path
-        assert isinstance(found, property) or inspect.signature(found), path
-    names = [hooks.public_name(path) for path in paths]
+def test_what_that_page_describes_is_there_under_the_name_that_it_gives() -> None:
+    names = [public_name(path) for path in described_paths()]
     assert len({*names}) == len(names)
-    for name in names:
-        if name not in ("provenance", "LayerNorm"):
+    for path, name in zip(described_paths(), names, strict=True):
+        assert inspect.getdoc(pkgutil.resolve_name(path)), path
+        if name != "PROVENANCE":  # of a package
             assert pkgutil.resolve_name(f"normforge.{name}"), name
 
 
-def test_the_site_breaks_lines_as_the_code_does() -> None:
-    """Signatures stand in one line without a formatter."""
-    pins = [REPOSITORY / folder / "requirements.txt" for folder in (".", "docs")]
-    here, site = (re.search(r"^ruff==\S+", pin.read_text(), re.M) for pin in pins)
-    assert here is not None and site is not None and here[0] == site[0]
+def test_a_signature_on_that_page_has_the_names_and_defaults_of_the_function() -> None:
+    """Of all functions without overloads."""
+    for path in described_paths():
+        found, text = pkgutil.resolve_name(path), described(path)
+        if isinstance(found, property) or "\n\n" in text.split("```")[1].strip():
+            continue
+        if isinstance(found, type) and "__init__" not in vars(found):
+            continue
+        code = re.sub(r" -> .*", "", text.split("```python\n")[1].split("\n```")[0], flags=re.S)
+        told = ast.parse(f"def {code}: ...").body[0]
+        assert isinstance(told, ast.FunctionDef)
+        parameters = inspect.signature(found).parameters
+        names = {argument.arg for argument in ast.walk(told.args) if isinstance(argument, ast.arg)}
+        assert names == parameters.keys() - {"self"}, path
+        needed = told.args.args[: len(told.args.args) - len(told.args.defaults)]
+        assert {argument.arg for argument in needed} == {
+            name
+            for name, parameter in parameters.items()
+            if parameter.default is parameter.empty
+            and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+            and name != "self"
+        }, path
+
+
+def test_a_docstring_becomes_paragraphs_and_lists() -> None:
+    text = """What it does
+    in two lines.
+
+    Args:
+        x, y: rows; see
+            docs/method.md.
+        w: columns.
+
+    Returns:
+        A sum,
+            in fp32.
+
+    It ends here."""
+    assert as_markdown(inspect.cleandoc(text)) == (
+        "What it does in two lines.\n\n"
+        "**Arguments**\n\n- `x`, `y`: rows; see [method](method.md).\n- `w`: columns.\n\n"
+        "**Returns** A sum, in fp32.\n\nIt ends here."
+    )
 
 
 def test_pages_name_the_versions_of_pytorch_that_are_tested() -> None:

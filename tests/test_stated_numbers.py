@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.pages.blocks import BLOCK, pages
+from benchmarks.pages.functions import FUNCTION
 from tests.support.stated_numbers import PAGES, stated
 
 WHOLE_NUMBERS = {
@@ -33,6 +34,7 @@ NO_NUMBER_OF_OURS = re.compile(
 def page_text(name: str) -> str:
     """A page without code and generated blocks, but for the marks of code in its lines."""
     text = BLOCK.sub("", next(page for page in pages() if page.name == name).read_text())
+    text = FUNCTION.sub("", text)
     text = re.sub(r"```.*?```", "", text, flags=re.S)
     text = re.sub(r"https?://\S+|\]\([^)]*\)|^    .*$", "", text, flags=re.M)
     return NO_NUMBER_OF_OURS.sub("", text)
