@@ -199,7 +199,6 @@ def forward_comparison() -> list[str]:
 def glossary() -> list[str]:
     return [
         f"it is more than {percent(choose_winner.INCUMBENT_TIE)} slower",
-        "Below 1 the winner",
     ]
 
 
