@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import inspect
 import pkgutil
 import re
@@ -13,7 +14,8 @@ import pytest
 from benchmarks.pages.functions import FUNCTION, as_markdown, described, public_name
 from benchmarks.pages.text import read
 from generator.operations import OPERATIONS
-from generator.paths import REPOSITORY
+from generator.paths import GENERATED, REPOSITORY
+from normforge.table import Table
 
 PAGES = sorted(
     page for folder in (".", "docs", "benchmarks") for page in (REPOSITORY / folder).glob("*.md")
@@ -118,6 +120,74 @@ def test_a_docstring_becomes_paragraphs_and_lists() -> None:
     )
 
 
+def test_the_site_can_follow_the_links_of_the_readme() -> None:
+    """It is the index of the site, which holds the pages of docs/ and the images that they show."""
+    spec = importlib.util.spec_from_file_location("hooks", REPOSITORY / "docs" / "site_hooks.py")
+    assert spec is not None and spec.loader is not None
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    readme = (REPOSITORY / "README.md").read_text()
+    index = hooks.as_page(hooks.as_index(readme))
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", index)]
+    images = hooks.IMAGE.findall(readme)
+    assert images and {link for link in links if link.startswith("benchmarks/")} == {*images}
+    assert all((REPOSITORY / image).exists() for image in images)
+    pages = {link for link in links if link} - {*images}
+    assert pages == {page.name for page in (REPOSITORY / "docs").glob("*.md")}
+    assert "`CONTRIBUTING.md`" in index and "docs/" not in re.sub(r"`[^`]*`|^    .*$", "", index)
+    assert (
+        hooks.as_page("[a](../README.md#b), [c](../tests/d.py)") == "[a](index.md#b), `tests/d.py`"
+    )
+
+
+GPUS = ("h200", "h100", "gb200")
+ROWS = {
+    "RMSNorm, forward and backward": "rmsnorm_backward",
+    "batch-invariant RMSNorm": "rmsnorm_invariant_backward",
+    "LayerNorm, backward": "layernorm_backward",
+    "gated RMSNorm": "gated_rmsnorm_backward",
+}
+"""Rows of the README's table of support, and the operations that they are about."""
+
+
+def dtypes_tuned(gpu: str, operation: str) -> str:
+    """With which dtypes a package has tuned kernels, as the README says it."""
+    folder = GENERATED / gpu / operation
+    if not folder.exists():
+        return "none"
+    tuned = Table.load(folder).tuned
+    wanted = "predicted" if gpu == "gb200" else "measured"
+    assert {entry.evidence for entry in tuned} == {wanted}
+    found = {(entry.dtype, entry.weight_dtype) for entry in tuned}
+    return ", ".join(
+        dtype if dtype == weight else f"{dtype} with an {weight} weight"
+        for dtype, weight in sorted(found)
+    )
+
+
+def test_the_table_of_support_is_that_of_the_packages() -> None:
+    readme = (REPOSITORY / "README.md").read_text()
+    header, _, *lines = re.search(r"^\| dtypes with.*?\n\n", readme, re.M | re.S)[0].splitlines()[
+        :6
+    ]
+    assert header == "| dtypes with tuned kernels | H200 | H100 | GB200 (predicted, never timed) |"
+    told = {}
+    for line in lines:
+        name, *cells = re.sub(r"\]\([^)]*\)|\[", "", line).strip("| ").split(" | ")
+        told[name] = cells
+    assert told == {
+        name: [dtypes_tuned(gpu, operation) for gpu in GPUS] for name, operation in ROWS.items()
+    }
+
+
+def test_the_first_screen_of_the_readme_has_no_measured_number() -> None:
+    """Ratios stand under "How fast", behind what Normforge is, how it is used, and its limits."""
+    readme = (REPOSITORY / "README.md").read_text()
+    first, _ = readme.split("\n## How fast\n")
+    assert "<!-- numbers" not in first and "%" not in first
+    assert first.index("git clone --depth 1") < first.index("h200.svg") < first.index("| dtypes")
+
+
 def test_pages_name_the_versions_of_pytorch_that_are_tested() -> None:
     """And pip lets the oldest of them in."""
     ends = (REPOSITORY / ".ci" / "pytorch_versions.txt").read_text()
@@ -126,14 +196,14 @@ def test_pages_name_the_versions_of_pytorch_that_are_tested() -> None:
     (usual,) = re.findall(r"^torch==(\S+)$", pins, flags=re.M)
     least = oldest.rpartition(".")[0]
     assert f'"torch>={least}"' in (REPOSITORY / "pyproject.toml").read_text()
-    readme = (REPOSITORY / "README.md").read_text()
+    adopting = (REPOSITORY / "docs" / "adopting.md").read_text()
     (measured,) = {
         read(name)["environment"]["torch"].partition("+")[0] for name in ("h200", "forward_h200")
     }
-    assert f"PyTorch {least} or newer. Measured on GPUs with {measured}. CI runs" in readme
+    assert f"PyTorch {least} or newer. Measured on GPUs with {measured}. CI runs" in adopting
     assert (
         f"all CPU tests with {usual}, and those of the runtime with {oldest} and {newest} |"
-        in readme
+        in adopting
     )
     page = " ".join((REPOSITORY / "CONTRIBUTING.md").read_text().split())
     assert f"PyTorch from {least} and" in page

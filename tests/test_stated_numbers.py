@@ -25,10 +25,11 @@ WHOLE_NUMBERS = {
 NO_NUMBER_OF_OURS = re.compile(
     r"exits? (?:with|code) \d+|from version 12|offsets of 64 bits|2√CTAs|^\d\. "
     r"|NVRTC 13\.0 and 13\.5|transformers \d\.\d+ and \d\.\d+"
+    r"|the history has \d+ MB"
     r"|Triton \d\.\d+ (?:to|and) \d\.\d+(?: \(PyTorch [\d. to]+\))?",
     re.M,
 )
-"""Exit codes, other people's software, kinds of numbers, list items."""
+"""Exit codes, other people's software, kinds of numbers, list items, the size of the repository."""
 
 
 def page_text(name: str) -> str:

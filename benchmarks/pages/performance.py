@@ -1,4 +1,4 @@
-"""Measured numbers of docs/performance.md, and the tuned packages of the README."""
+"""Measured numbers of docs/performance.md, and the tuned packages of docs/adopting.md."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FLUSHED_LIMIT = 1.08
 """Of the ratio to the floor in the mean, with other ways of making the L2 cold."""
 
 
-# ---- README --------------------------------------------------------------------------------------
+# ---- docs/adopting.md ----------------------------------------------------------------------------
 
 
 def gpus() -> str:

@@ -140,22 +140,6 @@ def test_a_gain_has_the_larger_half_of_its_interval(folder: Path) -> None:
     assert "in all 8 combinations" in said and "except rms_norm in qwen3_2b,4096,eager" in said
 
 
-def test_the_top_of_the_readme(folder: Path) -> None:
-    document = three_shapes()
-    document["environment"]["peers"] |= {"aten": "torch 2.11.0", "inductor": "torch 2.11.0"}
-    for row, aten in zip(document["rows"], (20.0, 20.0, 250.0), strict=True):
-        row["peers"] |= {"aten": {"us": aten}, "inductor": {"us": 50.0}}
-    write(folder, "h200", document)
-    trained(folder)
-    said = " ".join(comparison.in_short().split())
-    assert "the backward takes 2.00 times as long as a `torch.add`" in said
-    assert "geometric mean of 3 shapes" in said
-    # ATen: the cube root of 2 * 2 * 25.
-    assert "PyTorch's takes 4.64 times as long as that `torch.add`, Inductor's 5.00" in said
-    assert "and cuDNN's, the fastest of the others, 2.43" in said
-    assert "run 3.0 % (± 7.0) faster in eager code" in said
-
-
 def under(evict_last: float, default: float, floor_us: float, **more: float) -> dict[str, Any]:
     over = {"floor": 1.0, "evict_last": evict_last, "default": default, **more}
     return {"over_floor": over, "us": {name: ratio * floor_us for name, ratio in over.items()}}

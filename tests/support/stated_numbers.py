@@ -311,6 +311,21 @@ def first_search_shapes() -> str:
 
 
 def readme() -> list[str]:
+    environment = read("h200")["environment"]
+    cuda = layernorm_entries()[0]["kernel"]["nvrtc"].partition(".")[0]
+    return [
+        f"Python {oldest('requires-python')} or newer, PyTorch {oldest('torch')} or newer, and an"
+        f" NVIDIA driver for CUDA {cuda}.",
+        f"{len(load_problems('compare'))} shapes in bf16, fp16 and fp32",
+        f"with PyTorch {environment['torch'].partition('+')[0]} and Triton {environment['triton']};"
+        " newer ones were not compared",
+    ]
+
+
+def adopting() -> list[str]:
+    override = (REPOSITORY / "normforge" / "torchtitan.py").read_text()
+    written_for = re.search(r"Written for torchtitan [\d.]+\d", override)
+    assert written_for is not None
     table = generated("h200", "rmsnorm_backward", "table.json")
     widths = [entry["N"] for entry in table["tuned"]]
     specs = [kernel["spec"] for kernel in table["fallback"]]
@@ -320,7 +335,8 @@ def readme() -> list[str]:
     }
     wide = fallback_kernels.load_layouts().groups["wide"]
     return [
-        f"{len(load_problems('compare'))} shapes in bf16, fp16 and fp32",
+        f"PyTorch ({oldest('torch')} or newer)",
+        written_for[0],
         f"timed with {read('h200')['environment']['driver']}",
         f"Python {oldest('requires-python')} or newer, PyTorch {oldest('torch')} or newer",
         f"tuned lengths from {min(widths)} to {max(widths):,}",
@@ -328,13 +344,6 @@ def readme() -> list[str]:
         f"beyond {max(layout.columns for layout in wide):,} only on GPUs with",
         f"else at least up to {min(generic[2], generic[4], generic[8]):,}",
     ]
-
-
-def adopting() -> list[str]:
-    override = (REPOSITORY / "normforge" / "torchtitan.py").read_text()
-    written_for = re.search(r"Written for torchtitan [\d.]+\d", override)
-    assert written_for is not None
-    return [f"PyTorch ({oldest('torch')} or newer)", written_for[0]]
 
 
 def graphs() -> list[str]:
@@ -435,10 +444,6 @@ PAGES: dict[str, Callable[[], list[str]]] = {
     "determinism.md": lambda: [*determinism_page(), *accuracy()],
     "emulator.md": emulator,
     "glossary.md": glossary,
-    "index.md": lambda: [
-        f"PyTorch {oldest('torch')} or newer",
-        f"driver for CUDA {layernorm_entries()[0]['kernel']['nvrtc'].partition('.')[0]}",
-    ],
     "lab-notes.md": lab_notes,
     "layernorm.md": layernorm,
     "method.md": lambda: [
