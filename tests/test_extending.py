@@ -79,6 +79,26 @@ def test_a_strategy(copy: Path) -> None:
     assert len(changed) + 1 == files_said("A strategy")
 
 
+ROW_OF_SEMAPHORE = re.compile(
+    r"^ *\"semaphore\": |Strategy\(\"semaphore\"|\(\"dw_semaphore\", |values: \[.*\bsemaphore\b",
+    re.M,
+)
+"""Where a file has something for each strategy."""
+
+
+def test_the_page_lists_every_file_that_has_a_row_for_each_strategy() -> None:
+    """Of the code and of the tests."""
+    files = (path for name in (*FOLDERS, "tests") for path in (REPOSITORY / name).rglob("*"))
+    speaking = {
+        str(path.relative_to(REPOSITORY))
+        for path in files
+        if path.suffix in (".py", ".yaml") and ROW_OF_SEMAPHORE.search(path.read_text())
+    }
+    said = set(re.findall(r"^\+\+\+ b/(\S+)", section("A strategy"), flags=re.M))
+    said |= set(re.findall(r"`(tests/\w+/\w+\.py)`", section("A strategy")))
+    assert speaking == said - {"tests/evaluate/test_fitted.py"}  # which names a revision
+
+
 @needs_compiler
 @pytest.mark.slow
 def test_a_knob(copy: Path) -> None:

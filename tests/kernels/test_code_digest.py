@@ -16,6 +16,7 @@ from generator import paths
 from generator.kernels import code_digest as module
 from generator.kernels import render
 from generator.kernels.code_digest import code_digest
+from generator.kernels.knobs import KNOBS
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.render import without_comments
 from generator.kernels.variant import Variant, make_variant
@@ -180,12 +181,14 @@ def test_committed_studies_are_of_todays_code(
     300 shapes again."""
     monkeypatch.setattr(module, "nvrtc_version", lambda: "13.0")  # that measured them
     monkeypatch.setattr(module, "_digests", {})
+    neutral = {name: facts.neutral for name, facts in KNOBS.items() if facts.neutral is not None}
     names = [entry["study_name"] for entry in committed if entry["op_code"] == 0]
     trials = [entry for entry in committed if entry["op_code"] == 4]
     assert len(names) == 308 and sum(name.startswith("layernorm") for name in names) == 47
     for entry in trials[::100]:
         choices = {k: json.loads(d)["attributes"] for k, d in entry["distributions"].items()}
-        config = {k: choices[k]["choices"][int(i)] for k, i in entry["params"].items()}
+        known = {k: choices[k]["choices"][int(i)] for k, i in entry["params"].items()}
+        config = {**neutral, **known}  # with the knobs that came later
         problem = Problem.parse(names[entry["study_id"]].partition("@")[0])
         assert without_space(names[entry["study_id"]]) == study_name(problem, TARGET, "measured")
         variant = make_variant(config, problem)
