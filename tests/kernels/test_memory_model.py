@@ -276,8 +276,8 @@ def unlisted(strategies: Sequence[Strategy]) -> set[str]:
 
 def test_every_fragment_of_a_strategy_is_listed() -> None:
     assert unlisted(STRATEGIES) == set()
-    planted = Strategy("relay", ("turns", "dw_relay"), adds="in_turns")
-    assert unlisted((*STRATEGIES, planted)) == {"dw_relay"}
+    planted = Strategy("planted", ("turns", "dw_planted"), adds="in_turns")
+    assert unlisted((*STRATEGIES, planted)) == {"dw_planted"}
 
 
 @pytest.mark.parametrize(("fragment", "function"), FRAGMENTS)

@@ -51,7 +51,7 @@ def unsampled(strategies: Sequence[Strategy]) -> list[Strategy]:
 
 def test_every_strategy_is_drawn_by_the_tests() -> None:
     assert unsampled(STRATEGIES) == []
-    planted = Strategy("relay", ("turns", "dw_relay"), adds="in_turns")
+    planted = Strategy("planted", ("turns", "dw_planted"), adds="in_turns")
     assert unsampled((*STRATEGIES, planted)) == [planted]
 
 
