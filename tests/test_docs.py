@@ -196,14 +196,14 @@ def test_pages_name_the_versions_of_pytorch_that_are_tested() -> None:
     (usual,) = re.findall(r"^torch==(\S+)$", pins, flags=re.M)
     least = oldest.rpartition(".")[0]
     assert f'"torch>={least}"' in (REPOSITORY / "pyproject.toml").read_text()
-    adopting = (REPOSITORY / "docs" / "adopting.md").read_text()
+    packages = (REPOSITORY / "docs" / "generated-code.md").read_text()
     (measured,) = {
         read(name)["environment"]["torch"].partition("+")[0] for name in ("h200", "forward_h200")
     }
-    assert f"PyTorch {least} or newer. Measured on GPUs with {measured}. CI runs" in adopting
+    assert f"PyTorch {least} or newer. Measured on GPUs with {measured}. CI runs" in packages
     assert (
         f"all CPU tests with {usual}, and those of the runtime with {oldest} and {newest} |"
-        in adopting
+        in packages
     )
     page = " ".join((REPOSITORY / "CONTRIBUTING.md").read_text().split())
     assert f"PyTorch from {least} and" in page

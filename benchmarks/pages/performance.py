@@ -1,4 +1,4 @@
-"""Measured numbers of docs/performance.md, and the tuned packages of docs/adopting.md."""
+"""Measured numbers of docs/performance.md, and of what is tuned in which package."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FLUSHED_LIMIT = 1.08
 """Of the ratio to the floor in the mean, with other ways of making the L2 cold."""
 
 
-# ---- docs/adopting.md ----------------------------------------------------------------------------
+# ---- Packages ------------------------------------------------------------------------------------
 
 
 def gpus() -> str:

@@ -326,6 +326,10 @@ def adopting() -> list[str]:
     override = (REPOSITORY / "normforge" / "torchtitan.py").read_text()
     written_for = re.search(r"Written for torchtitan [\d.]+\d", override)
     assert written_for is not None
+    return [f"PyTorch ({oldest('torch')} or newer)", written_for[0]]
+
+
+def packages() -> list[str]:
     table = generated("h200", "rmsnorm_backward", "table.json")
     widths = [entry["N"] for entry in table["tuned"]]
     specs = [kernel["spec"] for kernel in table["fallback"]]
@@ -335,8 +339,6 @@ def adopting() -> list[str]:
     }
     wide = fallback_kernels.load_layouts().groups["wide"]
     return [
-        f"PyTorch ({oldest('torch')} or newer)",
-        written_for[0],
         f"timed with {read('h200')['environment']['driver']}",
         f"Python {oldest('requires-python')} or newer, PyTorch {oldest('torch')} or newer",
         f"tuned lengths from {min(widths)} to {max(widths):,}",
@@ -443,6 +445,7 @@ PAGES: dict[str, Callable[[], list[str]]] = {
     "cluster.md": lambda: [*cluster(), *faults()],
     "determinism.md": lambda: [*determinism_page(), *accuracy()],
     "emulator.md": emulator,
+    "generated-code.md": packages,
     "glossary.md": glossary,
     "lab-notes.md": lab_notes,
     "layernorm.md": layernorm,
