@@ -15,6 +15,7 @@ from benchmarks.pages.functions import FUNCTION, as_markdown, described, public_
 from benchmarks.pages.text import read
 from generator.operations import OPERATIONS
 from generator.paths import GENERATED, REPOSITORY
+from generator.target import load_targets
 from normforge.table import Table
 
 PAGES = sorted(
@@ -178,6 +179,9 @@ def test_the_table_of_support_is_that_of_the_packages() -> None:
     assert told == {
         name: [dtypes_tuned(gpu, operation) for gpu in GPUS] for name, operation in ROWS.items()
     }
+    listed = re.search(r"and other GPUs: ([^\[]*), and \[", " ".join(readme.split()))[1].split(", ")
+    known = {name.upper().replace("-", " ") for name in load_targets()}
+    assert listed and known.issuperset(listed)
 
 
 def test_the_first_screen_of_the_readme_has_no_measured_number() -> None:
