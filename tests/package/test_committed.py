@@ -147,7 +147,7 @@ def test_committed_predictions_are_those_of_todays_model_and_of_the_committed_st
     operation: str,
 ) -> None:
     folder, target = GENERATED / "gb200", find_target("gb200")
-    advice = "predict anew, as docs/prediction.md says under 'Studies of other models'"
+    advice = "predict anew, as docs/prediction.md says under 'When the model changes'"
     assert (folder / f"{JOURNAL_NAME}.xz").stat().st_size < 1_000_000
     studies = {without_space(study.name): study for study in read_studies(folder)}
     for one in Table.load(folder / operation).tuned:
