@@ -30,8 +30,8 @@ NO_COMPILER = (
 )
 _COMPILE_SECONDS = 300
 _IN_THE_SOURCE = re.compile(r":\d+: error: ")
-"""What a compiler writes about the source; about a full disk and the like it says `fatal error`, or
-nothing that has a line."""
+"""Matches a compiler's errors about the source. About a full disk and the like, it writes `fatal
+error`, or nothing that has a line number."""
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
 _MOST_STACK_BYTES = 16384  # of the kernel's frame; the emulator's own functions need some, too
 
@@ -115,7 +115,7 @@ def _key(compiler: str, *contents: str) -> str:
 
 
 def _is_whole(program: Path) -> bool:
-    """Whether a program is in the cache as it was put there."""
+    """Return True if the cached program still matches its checksum."""
     try:
         content = program.read_bytes()
     except OSError:
