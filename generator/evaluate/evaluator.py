@@ -1,4 +1,4 @@
-"""What the search asks of a compiler and of a GPU."""
+"""The interfaces through which the search uses a compiler and a GPU."""
 
 from __future__ import annotations
 
@@ -87,5 +87,6 @@ class Preferring(Evaluator, Protocol):
         ...
 
     def agreement(self, problem: Problem, config: Config) -> float:
-        """How far a config is like what won elsewhere: among equals the highest wins."""
+        """Return how much a config resembles what won elsewhere: of equal configs, the one with the
+        highest agreement wins."""
         ...

@@ -32,8 +32,8 @@ from generator.target import Target
 INTERLEAVINGS = 3
 """Attempts to time the finalists together, when that breaks the worker and none does it alone."""
 FINAL_CONDITION = ROTATION
-"""That of training is the one that counts, where inputs can rotate. Trials are timed after a flush,
-as all trials so far: they only choose who is timed again."""
+"""The condition of the finals: inputs rotate, as in training, where there is memory for it. Trials
+are timed after a flush, as all trials so far: they only choose who is timed again."""
 FINAL_PAUSES = (0.0, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
 """Seconds after each noisy block of the finals: one minute for a neighbour to finish."""
 
@@ -205,7 +205,7 @@ class MeasuredEvaluator:
         _lower(self._floors, problem, floor_us)
 
     def _find_causes(self) -> tuple[str, ...]:
-        """What NVML sees right now that may disturb."""
+        """Return what NVML reports right now that may disturb measurements."""
         causes = self.monitor.causes(self._supervisor.pids)
         self.noise.update(causes)
         return causes

@@ -57,11 +57,12 @@ class Rechecker:
         return replace(result, **fields)
 
     def causes(self) -> str:
-        """What disturbs times right now, in words; "" for nothing that is known."""
+        """Return what disturbs times right now, in words; "" when nothing known does."""
         return "; ".join(self.monitor.causes(self._supervisor.pids))
 
     def _set_up(self, probe: Job) -> float | None:
-        """So that no kernel has to answer for the time that this takes. The floor's time."""
+        """Set up the problem first, so that no kernel is charged with the time that this takes.
+        Returns the floor's time in microseconds."""
         with suppress(WorkerLostError):  # replaced, and the new one has done it
             if block := self._supervisor.call(probe).block:
                 return median(block[0])

@@ -1,6 +1,5 @@
-"""What the GPU worker does with a job. All that uses CUDA in a tuning run is in this process: this
-file, workload.py, timer.py, l2_flush.py, verify/, and the operations and launches that these call.
-"""
+"""The jobs of the GPU worker. All CUDA of a tuning run is in this process: in this file,
+workload.py, timer.py, l2_flush.py, verify/, and the operations and launches that these call."""
 
 from __future__ import annotations
 
@@ -220,7 +219,8 @@ def _sentence(error: BaseException) -> str:
 
 
 def _short_of_memory(error: RuntimeError) -> bool:
-    """Whether an error says that memory ran out: PyTorch's allocator, the driver, or cuBLAS."""
+    """Return True if an error of PyTorch's allocator, the driver or cuBLAS says that memory ran
+    out."""
     if isinstance(error, LaunchError):
         return error.code == "CUDA_ERROR_OUT_OF_MEMORY"
     said = str(error).lower()

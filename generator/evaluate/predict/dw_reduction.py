@@ -1,4 +1,4 @@
-"""What each strategy adds to the prediction after its main loop, in microseconds by part.
+"""The terms that each strategy adds to the prediction after its main loop, in microseconds by part.
 
 docs/prediction.md is the one-page account.
 """
@@ -96,4 +96,4 @@ DW_REDUCTIONS: dict[str, Callable[[Case], dict[str, float]]] = {
     "atomic": _atomic,
     "none": lambda case: {},
 }
-"""By the rows of `generator.kernels.strategies.STRATEGIES`."""
+"""The term of each strategy, by the rows of `generator.kernels.strategies.STRATEGIES`."""

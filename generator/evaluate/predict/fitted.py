@@ -1,5 +1,5 @@
-"""What the committed measurements taught, as stored beside this file: the learned correction, its
-error, and the measured winners.
+"""The results of fitting to the committed measurements, stored beside this file: the learned
+correction, its error, and the measured winners.
 
 `python -m benchmarks.prediction fit` writes it.
 """
@@ -55,7 +55,7 @@ class Fitted:
 
 @cache
 def load_fitted() -> Fitted:
-    """The one of this project."""
+    """Load the fit that is committed with this project."""
     return Fitted.from_json(json.loads(FITTED_FILE.read_text(encoding="utf-8")))
 
 
