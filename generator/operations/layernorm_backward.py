@@ -13,7 +13,7 @@ _CENTRES = 2.0
 """Rows lie around numbers from -2 to 2."""
 
 Inputs = inputs_class(operations.LAYERNORM_BACKWARD.signature)
-"""Those of RMSNorm's backward, and mean: (M,) fp32."""
+"""The inputs of RMSNorm's backward, and mean: (M,) fp32."""
 
 LAYERNORM_BACKWARD = row_operation(
     operations.LAYERNORM_BACKWARD,
