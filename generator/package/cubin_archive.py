@@ -17,7 +17,7 @@ GROUP_BYTES = 240_000
 """Most that a stream unpacks to, unless it holds a single cubin. The first launch of a kernel waits
 for its stream, about 1.5 ms. Larger streams are smaller in all: more cubins look alike."""
 _FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 6, "lc": 0, "lp": 4, "pb": 4}]
-"""For data in units of 16 bytes, the size of a GPU's instruction."""
+"""LZMA filters for data in units of 16 bytes, the size of a GPU's instruction."""
 
 
 def pack_cubins(cubins: Mapping[str, bytes]) -> tuple[bytes, dict[str, list[int]]]:

@@ -22,7 +22,7 @@ TITLES = {
     "cudnn": "cuDNN best plan",
     "cudnn_heuristic": "cuDNN first plan",
 }
-"""Of every implementation that benchmarks/peers runs."""
+"""Titles of all implementations that benchmarks/peers runs."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Why a winner won, with what its recorded reason leaves out: who was faster in its finals."""
+"""Completes the recorded reason why a winner won with who was faster in its finals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same as the page, in text."""
+"""Renders the report as text, with the content of the page."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[Any]]) -> st
 
 
 def _head(summary: Summary) -> str:
-    """What there is, and the means."""
+    """Render the lines on how much there is, with the means."""
     first, last = summary.dates
     when = f", {first}" + (f" to {last}" if last != first else "") if first else ""
     lines = [
