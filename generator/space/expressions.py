@@ -24,7 +24,7 @@ _OF_TARGET = (
     *("smem_per_cta", "barriers_per_sm", "max_vector_bytes", "has_bulk_copy"),
 )
 GIVEN_NAMES = ("exact", "gpu", *_OF_PROBLEM, *_OF_TARGET)
-"""Those that follow from the problem and the target alone."""
+"""Names whose values follow from the problem and the target alone."""
 
 
 def window_bytes(v: Geometry, problem: Problem, target: Target) -> int:
