@@ -25,7 +25,7 @@ _OTHER_FIELDS = {
     *("title", "device_names", "arch", "compute_capability", "has_bulk_copy", "sources"),
     *("smem_per_sm_kib", "smem_per_cta_kib", "l2_mib", "bandwidth_gbs", "clock_mhz"),
 }
-"""Of an entry, beside those that are counts."""
+"""Fields of an entry beside those that are counts."""
 
 
 @dataclass(frozen=True)

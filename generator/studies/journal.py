@@ -88,8 +88,8 @@ class SealedRecords:
         self.torn = True
 
     def _check_forms(self, file: BinaryIO, start: int, before: int, last: int) -> None:
-        """Whether the lines from the byte `start` are records: from the one behind `before` to the
-        `last`. A seal says more in a fraction of the time."""
+        """Check that the lines from the byte `start` are records: from the one behind `before` to
+        the `last`. A seal says more in a fraction of the time."""
         if before == last:
             return
         file.seek(start)

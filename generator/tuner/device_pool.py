@@ -169,7 +169,8 @@ class DevicePool:
     def _handle_message(
         device: _DeviceProcess, kind: str, value: Any, tasks: TaskList, status: Status
     ) -> None:
-        """What a device says about its task: progress, and winner, failed or open at its end."""
+        """Handle what a device says about its task: progress, and winner, failed or open at its
+        end."""
         task = device.task
         assert task is not None
         if kind == "progress":

@@ -1,4 +1,4 @@
-"""What a run shows: its progress while it goes on, and a table at the end."""
+"""The output of a run: its progress while it goes on, and a table at the end."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from generator.studies.records import FLOOR, PLAIN_FLOOR, Winner
 from generator.text_table import columns
 
 _PLAIN_SECONDS = 10.0
-"""How often a phase says how far it is where nothing can be rewritten."""
+"""Seconds between two lines of progress of a phase where nothing can be rewritten."""
 _TRIALS_SHARE = 0.8
-"""Of the time that a problem takes; the rest is for its finals."""
+"""The share of the time of a problem that its trials take; the rest is for its finals."""
 _REFRESHES = 4
 """A second. More would take time from the search, which is in the same process."""
 

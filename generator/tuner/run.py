@@ -27,9 +27,10 @@ from generator.tuner.task_runner import TaskRunner, compilers_of, run_tasks
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came out: winners (None where nothing may win) in the order of the problems, failures
-    (why a problem has no answer from this run), the emission, None when there was nothing to emit,
-    and unchanged: how many of the winners are those of earlier runs, without a new trial."""
+    """The outcome of a run: winners (None where nothing may win) in the order of the problems,
+    failures (why a problem has no answer from this run), the emission, None when there was nothing
+    to emit, and unchanged: how many of the winners are those of earlier runs, without a new
+    trial."""
 
     winners: tuple[tuple[Problem, Winner | None], ...]
     emission: Emission | None

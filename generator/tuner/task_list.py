@@ -1,4 +1,4 @@
-"""What of a plan is open, under way here, and concluded."""
+"""The list of tasks of a plan: open, under way here, or concluded."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Task:
 
 
 class TaskList:
-    """What of a plan is open, under way here, and concluded. Every run concludes every problem
-    itself: one that another run has searched is claimed when it is given back, and its study
-    answers at once. So all runs have the same winners."""
+    """The problems of a plan that are open, under way here, or concluded. Every run concludes every
+    problem itself: one that another run has searched is claimed when it is given back, and its
+    study answers at once. So all runs have the same winners."""
 
     def __init__(self, plan: Plan, queue: Queue) -> None:
         self._queue, self._space = queue, plan.space
