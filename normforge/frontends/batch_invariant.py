@@ -83,7 +83,7 @@ class InvariantNorm(Norm):
         residual_dtype: torch.dtype | None = None,
         matches: str | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """As `Norm.rms_norm`, by batch-invariant kernels.
+        """Compute RMSNorm as `Norm.rms_norm` does, by batch-invariant kernels.
 
         Args:
             x, weight, eps, weight_offset, residual, out_dtype, residual_dtype: as there.
@@ -151,7 +151,8 @@ class BatchInvariantPackage(Package):
     _sm_margin = 0
 
     def use_native(self) -> None:
-        """Not offered: C++ would serve calls with `matches`, and with an SM margin, as all others.
+        """Raise RuntimeError: C++ would serve calls with `matches`, and with an SM margin, as all
+        others.
 
         Raises:
             RuntimeError: always.
@@ -196,8 +197,8 @@ class BatchInvariantPackage(Package):
         return super()._with_kernel(given, options, device)
 
     def patch(self, model: torch.nn.Module, casting: str | None = None) -> list[str]:
-        """As `Package.patch`, but for the casting "llama", whose product with the weight and its
-        gradient are PyTorch's. Raises ValueError for it."""
+        """Patch a model as `Package.patch` does, but for the casting "llama", whose product with
+        the weight and its gradient are PyTorch's. Raises ValueError for it."""
         if casting == "llama":
             raise ValueError(
                 'with casting="llama" PyTorch computes the gradient of the weight, and its bits '
@@ -206,8 +207,8 @@ class BatchInvariantPackage(Package):
         return super().patch(model, casting)
 
     def _copied(self, options: Options) -> Call:
-        """Where another kernel would be needed, or dw be added up in another order: the same kernel
-        on copies."""
+        """Serve a call by the same kernel on copies, where another kernel would be needed, or dw be
+        added up in another order."""
 
         def call(
             dy: Any, x: Any, rstd: Any, weight: Any, dresidual: Any, dw_out: Any, *others: Any

@@ -106,8 +106,8 @@ def _read(rsqrt: Node) -> _Norm | None:
 
 
 def _results(x: Node, xhat: Node) -> Iterator[tuple[Node, Node | None, float, set[Node]]]:
-    """What may be the result of a norm, last first, with the weight, its offset, and the nodes
-    after xhat."""
+    """Yield the nodes that may be the result of a norm, last first, with the weight, its offset,
+    and the nodes after xhat."""
     found: list[tuple[Node, Node | None, float, set[Node]]] = [(xhat, None, 0.0, set())]
     while (node := _only_user(found[-1][0])) is not None:
         last, weight, offset, later = found[-1]
@@ -153,7 +153,8 @@ def _in_one_run(nodes: set[Node], result: Node) -> list[Node] | None:
 
 
 def _may_be_replaced(x: Node, run: list[Node]) -> bool:
-    """Whether the result is laid out as the operator's, and nobody sees the nodes before it."""
+    """Return True if the result is laid out as the operator's, and nobody sees the nodes before
+    it."""
     rows, result = value_of(x), value_of(run[-1])
     if type(rows) is not FakeTensor:  # but a DTensor
         return False
@@ -170,7 +171,7 @@ def _may_be_replaced(x: Node, run: list[Node]) -> bool:
 
 
 def _kind(node: Any) -> str | None:
-    """What a call computes, if it has no options that say otherwise."""
+    """Return what a call computes, if it has no options that say otherwise."""
     if not isinstance(node, Node) or node.op not in ("call_function", "call_method"):
         return None
     kind = _KINDS.get(node.target)
@@ -183,7 +184,7 @@ def _only_user(node: Node) -> Node | None:
 
 
 def _cast(node: Any) -> Any:
-    """What a node casts, on the same device; None for another node."""
+    """Return the node that a node casts, on the same device; None for another node."""
     if _kind(node) != "cast" or not node.args or not isinstance(node.args[0], Node):
         return None
     one, two = value_of(node.args[0]), value_of(node)
@@ -193,7 +194,8 @@ def _cast(node: Any) -> Any:
 
 
 def _factor(node: Any, other: Node) -> Any:
-    """What a product multiplies a node with; None for another node, and for a square."""
+    """Return the node that a product multiplies `other` with; None for another node, and for a
+    square."""
     if _kind(node) != "product" or len(node.args) != 2 or other not in node.args:
         return None
     one, two = node.args
@@ -214,7 +216,7 @@ def _number_added(node: Any) -> tuple[Any, Any]:
 
 
 def _mean_over_rows(node: Any) -> Any:
-    """What a node takes the mean of, over the last dimension, which it keeps."""
+    """Return the node of which a node takes the mean over the last dimension, which it keeps."""
     if _kind(node) != "mean":
         return None
     given = dict(zip(("x", "dim", "keepdim"), node.args, strict=False)) | node.kwargs

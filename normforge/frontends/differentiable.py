@@ -11,8 +11,8 @@ from ..serve.reference import backward_formula, rstd_of, wide_dtype
 
 
 def is_foreign(x: Any) -> bool:
-    """Whether neither a kernel nor an operator of a package can take this: a nested tensor, or what
-    torch.fx traces with, which is no tensor but takes part in PyTorch's functions."""
+    """Return True if neither a kernel nor an operator of a package can take this: a nested tensor,
+    or what torch.fx traces with, which is no tensor but takes part in PyTorch's functions."""
     if isinstance(x, torch.Tensor):
         return x.is_nested
     return hasattr(type(x), "__torch_function__")

@@ -1,4 +1,4 @@
-"""What the functions of gated RMSNorms take: each fault is one sentence."""
+"""Checks the arguments of gated RMSNorms' functions: each fault is one sentence."""
 
 from __future__ import annotations
 

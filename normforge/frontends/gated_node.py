@@ -29,8 +29,8 @@ Gradients = tuple[torch.Tensor, torch.Tensor, "torch.Tensor | None"]
 
 
 class GatedNorms(Protocol):
-    """What computes a package's gated norms. kind: the activation, and whether the norm comes
-    before the gate."""
+    """The interface of what computes a package's gated norms. kind: the activation, and whether the
+    norm comes before the gate."""
 
     def forward(
         self,
@@ -134,8 +134,8 @@ class GatedNode(torch.autograd.Function):
 
 
 def _is_ours(*given: Any) -> bool:
-    """Whether a node may take these. Transforms, forward mode, tracers and subclasses of tensors
-    know PyTorch's operators alone; modes and fake tensors know ours, too."""
+    """Return True if a node may take these tensors. Transforms, forward mode, tracers and
+    subclasses of tensors know PyTorch's operators alone; modes and fake tensors know ours, too."""
     if transforms_active():
         return False
     if is_dynamo_compiling():  # it cannot trace the other questions

@@ -25,7 +25,8 @@ from .library import Implementation
 
 
 def is_watched(dy: torch.Tensor | None, dstream: torch.Tensor | None = None) -> bool:
-    """Whether somebody sees the operators of a node's backward, or wants a gradient of its own."""
+    """Return True if somebody sees the operators of a node's backward, or wants a gradient of its
+    own."""
     # A gradient may be a subclass though x was none, such as a collective's result that has not
     # arrived.
     return (
@@ -113,7 +114,8 @@ def gradients_of_sum(
 def autograd_of_norm(
     operator: Any, run: Implementation, served: Callable[[str], Any]
 ) -> Implementation:
-    """For `rms_norm` and `add_rms_norm`; served: what serves a package's calls of operators."""
+    """Return the autograd kernel of `rms_norm` and `add_rms_norm`. served: finds what serves a
+    package's calls of operators."""
 
     class OperatorNorm(torch.autograd.Function):
         @staticmethod
@@ -145,7 +147,8 @@ def autograd_of_norm(
 def autograd_of(
     operator: Any, run: Implementation, node: type[torch.autograd.Function], formula: Implementation
 ) -> Implementation:
-    """For an operator with this node. formula: the same by operators of PyTorch."""
+    """Return the autograd kernel of an operator with this node. formula: the same by operators of
+    PyTorch."""
 
     def kernel(keys: Any, *given: Any) -> tuple[torch.Tensor, ...]:
         plain = _is_plain_call(keys)
@@ -165,7 +168,8 @@ def autograd_of(
 
 
 def autograd_of_backward(operator: Any, run: Implementation) -> Implementation:
-    """For the backward of a norm, which has no derivative: who asks for one gets an error."""
+    """Return the autograd kernel of the backward of a norm. That has no derivative: who asks for
+    one gets an error."""
 
     class OperatorBackward(torch.autograd.Function):
         @staticmethod
@@ -183,13 +187,13 @@ def autograd_of_backward(operator: Any, run: Implementation) -> Implementation:
 
 
 def _is_plain_call(keys: Any) -> bool:
-    """Whether autograd and the kernel of the device are all that is left of a call. keys: its
-    dispatch keys."""
+    """Return True if autograd and the kernel of the device are all that is left of a call. keys:
+    its dispatch keys."""
     return keys.raw_repr() in PLAIN_KEYS and not watched()
 
 
 def below_autograd(operator: Any, given: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-    """What the operator does on its tensors, without autograd."""
+    """Run the operator on its tensors without autograd."""
     with torch._C._AutoDispatchBelowAutograd():
         results: tuple[torch.Tensor, ...] = operator(*given)
     return results
@@ -252,8 +256,8 @@ def without_gradient(
 
 
 def wants_gradient(given: Arguments) -> bool:
-    """Whether somebody may ask for the gradient of dx or dw. A weight alone that wants one does not
-    count: dw does not depend on it, and dx is of no use where x wants no gradient."""
+    """Return True if somebody may ask for the gradient of dx or dw. A weight alone that wants one
+    does not count: dw does not depend on it, and dx is of no use where x wants no gradient."""
     return torch.is_grad_enabled() and any(
         tensor is not None and isinstance(tensor, torch.Tensor) and tensor.requires_grad
         for tensor in (given.dy, given.x, given.dresidual)

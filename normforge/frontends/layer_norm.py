@@ -144,7 +144,7 @@ class LayerNormPackage(NormPackage):
         return y if residual is None else (y, stream)
 
     def _forward_for(self, given: tuple[Any, ...]) -> Callable[..., Any]:
-        """What computes y, mean, rstd and the sum of these arguments."""
+        """Return the function that computes y, mean, rstd and the sum of these arguments."""
         plain = all(map(is_plain, given))
         if not plain and any(map(is_dtensor, given)):  # for which the operators have no rule
             return layer_norm_forward

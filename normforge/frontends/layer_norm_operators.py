@@ -90,9 +90,9 @@ def layer_norm_node(
 
 
 def eager_layer_norm(backward: Backward, quick: QuickCall) -> Callable[..., torch.Tensor | None]:
-    """What serves `layer_norm(x, weight, bias, eps)` of plain tensors in the shortest way, and
-    gives None for arguments that need more than PyTorch's kernel or do not fit together. backward,
-    quick: as in `layer_norm_node`."""
+    """Return the function that serves `layer_norm(x, weight, bias, eps)` of plain tensors in the
+    shortest way. It gives None for arguments that need more than PyTorch's kernel or do not fit
+    together. backward, quick: as in `layer_norm_node`."""
 
     class EagerLayerNorm(torch.autograd.Function):
         @staticmethod
@@ -171,7 +171,8 @@ def layer_norm_gradients(
 
 
 class LayerNormOperators(NormOperators):
-    """The same of LayerNorm, whose forward is `layer_norm_forward`."""
+    """The server of LayerNorm's operators for one package. Their forward is
+    `layer_norm_forward`."""
 
     layer = "LayerNorm"
     aten = ("native_layer_norm", "native_layer_norm_backward")

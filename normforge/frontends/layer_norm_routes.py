@@ -1,4 +1,4 @@
-"""From PyTorch's backward of LayerNorm to a package, under `install()` and in graphs, and back
+"""Leads PyTorch's backward of LayerNorm to a package, under `install()` and in graphs, and back
 where there is no kernel."""
 
 from __future__ import annotations
@@ -121,13 +121,13 @@ def _route_layer_norm_backward(node: Node, operators: Any) -> bool:
 
 
 def _dtype(given: Any) -> torch.dtype | None:
-    """Of a node, where tracing left its value."""
+    """Return the dtype of a node, where tracing left its value."""
     return getattr(given.meta.get("val"), "dtype", None) if isinstance(given, Node) else None
 
 
 def _saved_wide(x: Any, rstd: Any) -> bool:
-    """Whether rstd is of a dtype that the operators take; PyTorch's LayerNorm of narrow rows saves
-    narrow ones on the CPU."""
+    """Return True if rstd is of a dtype that the operators take; PyTorch's LayerNorm of narrow rows
+    saves narrow ones on the CPU."""
     return _dtype(rstd) in (None, torch.float32) or _dtype(rstd) == _dtype(x) == torch.float64
 
 

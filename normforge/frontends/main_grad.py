@@ -138,8 +138,8 @@ def _main_grad(parameter: torch.nn.Parameter, shape: torch.Size) -> torch.Tensor
 
 
 def _dummy(parameter: torch.nn.Parameter) -> torch.Tensor | None:
-    """What autograd sees for the gradient that is in the buffer already. Trainers whose hooks start
-    a communication want some tensor, and drop it."""
+    """Return the tensor that autograd sees as the gradient that is in the buffer already. Trainers
+    whose hooks start a communication want some tensor, and drop it."""
     if not hasattr(parameter, "grad_added_to_main_grad"):
         return None
     parameter.grad_added_to_main_grad = True

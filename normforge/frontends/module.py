@@ -41,9 +41,9 @@ class RMSNorm(torch.nn.RMSNorm):
     _package_norm: ClassVar[Norm]
     """The norm of the package. Every package has a subclass of this class."""
     _package_invariant: ClassVar[bool] = False
-    """Whether its kernels are batch-invariant."""
+    """True when its kernels are batch-invariant."""
     _invariant_class: ClassVar[Callable[[], Any]]
-    """What gives the class of the batch-invariant package for the same GPU."""
+    """Returns the class of the batch-invariant package for the same GPU."""
     weight_offset: float = 0.0
     main_grad: bool = False
     matches: str | None = None

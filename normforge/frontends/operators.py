@@ -40,24 +40,24 @@ SCHEMAS = {
 
 
 class NormOperators:
-    """What serves the calls of a norm's operators that ask for one package.
+    """The server of the calls of a norm's operators that ask for one package.
 
     package: its name. backward(arguments, options): what serves any backward, quick: what is tried
     before for a plain one; neither may call an operator again.
     """
 
     layer: ClassVar[str]
-    """What it is called."""
+    """The name of the layer."""
     aten: ClassVar[tuple[str, ...]]
     """PyTorch's operators of it, forward and backward."""
     routes: ClassVar[Routes]
-    """How those go to the operators here, in a graph."""
+    """The routes from those to the operators here, in a graph."""
     served: ClassVar[Served[Any]]
-    """Those of all packages."""
+    """The servers of all packages."""
     all: ClassVar[tuple[Any, ...]]
     """The operators."""
     backward_operator: ClassVar[Any]
-    """That of the backward."""
+    """The operator of the backward."""
 
     def __init__(self, package: str, backward: Backward, quick: QuickCall) -> None:
         self.package, self._backward, self._quick = package, backward, quick
@@ -66,7 +66,7 @@ class NormOperators:
         self.served.add(package, self)
 
     def of_form(self, form: str) -> NormOperators:
-        """Those of a norm beside this one whose forward adds in another form. Raises
+        """Return the operators of a norm beside this one whose forward adds in another form. Raises
         LookupError."""
         raise LookupError(form)
 
@@ -115,7 +115,8 @@ class NormOperators:
 
 
 def implementation_of_backward(served: Served[Any]) -> Implementation:
-    """Of the operator of a norm's backward. served: what serves a package's calls of it."""
+    """Return the implementation of the operator of a norm's backward. served: finds what serves a
+    package's calls of it."""
     known = served.known  # asked at once, without a call
 
     def run(
@@ -163,7 +164,7 @@ def fake_backward(
     package: str,
     mean: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """What the results of a norm's backward look like, whatever the package."""
+    """Return results of the shapes and dtypes of a norm's backward, whatever the package."""
     dx, dw, third = (x.new_empty(0) for _ in range(3))
     if need_dx:
         dx = x.new_empty(x.shape)
@@ -176,13 +177,13 @@ def fake_backward(
 
 
 def statistic_like(x: torch.Tensor) -> torch.Tensor:
-    """What a forward saves of every row, such as rstd, of any content."""
+    """Return a tensor for what a forward saves of every row, such as rstd, of any content."""
     return x.new_empty((*x.shape[:-1], 1), dtype=wide_dtype(x))
 
 
 class Operators(NormOperators):
-    """The same of RMSNorm. forward(x, weight, eps, weight_offset, residual) gives (y, rstd[,
-    residual_out]), and may not call an operator either."""
+    """The server of RMSNorm's operators for one package. forward(x, weight, eps, weight_offset,
+    residual) gives (y, rstd[, residual_out]), and may not call an operator either."""
 
     layer = "RMSNorm"
     aten = ("_fused_rms_norm", "_fused_rms_norm_backward")

@@ -161,12 +161,13 @@ def unpatch(model: torch.nn.Module, norm: str = "RMSNorm") -> list[str]:
 
 
 def is_served(module: torch.nn.Module, norm: str) -> bool:
-    """Whether `replace_forwards` gave a module, or what its class was made of, another forward."""
+    """Return True if `replace_forwards` gave a module, or what its class was made of, another
+    forward."""
     return getattr(type(module), _SERVED, None) == norm
 
 
 def original_forward(module: torch.nn.Module, *given: Any) -> Any:
-    """What the forward of such a module computed before."""
+    """Compute what the forward of such a module computed before."""
     return getattr(type(module), _ORIGINAL).forward(module, *given)
 
 

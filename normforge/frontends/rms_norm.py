@@ -53,7 +53,7 @@ class Norm:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """By reference, as a package."""
+        """Pickle a reference to the package."""
         return getattr, (self._server, "_norm")
 
     @overload
@@ -175,7 +175,7 @@ class Norm:
         return add_bias(results, bias, weight)
 
     def forwards(self) -> tuple[Forward, ...]:
-        """Those that serve this norm, and others that were asked of it."""
+        """The forwards that serve this norm, and others that were asked of it."""
         return (self.forward,)
 
     def matching(self, name: str) -> Norm:
