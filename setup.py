@@ -42,7 +42,7 @@ class Build(build_py):
                 shutil.copy(header, include)
 
     def find_package_modules(self, package: str, folder: str) -> list[tuple[str, str, str]]:
-        """Without the module that finds the packages in a checkout."""
+        """Find the modules without the one that finds the packages in a checkout."""
         found = super().find_package_modules(package, folder)
         return [entry for entry in found if entry[:2] != ("normforge", "generated")]
 

@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 
 AGAIN = "install the package again, or restore its folder"
-"""What to do about damage."""
+"""The advice about a damaged package."""
 CUBINS = "cubins.tar.xz"
 CUBINS_INDEX = "cubins.json"
 

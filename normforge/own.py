@@ -77,7 +77,8 @@ class OwnPackage:
         return {"target": table.target, "shapes": shapes}
 
     def explain(self, M: int, N: int, dtype: str, weight_dtype: str = "") -> dict[str, Any]:
-        """Which kernel serves M aligned rows of N columns ("bf16", "fp16" or "fp32"), and why."""
+        """Say which kernel serves M aligned rows of N columns ("bf16", "fp16" or "fp32"), and
+        why."""
         return self.serve.explain(M, N, dtype, weight_dtype)
 
     def backward(self, **tensors: torch.Tensor | float | None) -> dict[str, torch.Tensor]:
@@ -125,7 +126,8 @@ def _checked(
 
 
 def _columns_dtype(operation: RowOperation, arguments: tuple[torch.Tensor, ...]) -> torch.dtype:
-    """Of what all rows share: that of the argument whose gradient is summed over the rows."""
+    """Return the dtype of what all rows share: that of the argument whose gradient is summed over
+    the rows."""
     sums = operation.signature.sums
     for given, gradient in zip(arguments, operation.gradients.values(), strict=True):
         if sums is not None and gradient == sums.name:

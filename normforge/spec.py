@@ -1,4 +1,4 @@
-"""From a kernel's fixed facts and a number of rows to the numbers of one launch."""
+"""Computes the numbers of one launch from a kernel's fixed facts and a number of rows."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class ForwardSpec:
         return needed * self.cluster
 
     def idle(self, M: int) -> float:
-        """As of KernelSpec. The hardware hands rows to whichever SM is free."""
+        """Return 1, as no SM idles: the hardware hands rows to whichever is free."""
         return 1.0
 
 

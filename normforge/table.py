@@ -1,4 +1,4 @@
-"""Which kernel serves a call: the two tables of a package and the rules for reading them.
+"""The two tables of a package, and the rules by which they say which kernel serves a call.
 
 table.json is about the backward and forward.json about the forward; both have the same format.
 """
@@ -74,7 +74,7 @@ class TunedOf(Generic[S]):
 
 @dataclass(frozen=True)
 class ChoiceOf(Generic[S]):
-    """What serves a call. how: `tuned`, `nearest`, `fallback` or `none`; reason: one sentence.
+    """The choice for a call. how: `tuned`, `nearest`, `fallback` or `none`; reason: one sentence.
     kernel is None for `none`; tuned is the table's entry for the first two."""
 
     how: str
@@ -174,8 +174,8 @@ ForwardChoice = ChoiceOf[ForwardSpec]
 
 
 class Table(TableOf[KernelSpec]):
-    """Of the backward. At 64 rows, its kernels for many rows took up to 3 times as long as fallback
-    kernels, at 256 neither is faster on the whole (benchmarks/results/few_rows_h200.json.xz)."""
+    """The backward's table. At 64 rows, its kernels for many rows took up to 3 times as long as
+    fallback kernels, at 256 neither is faster (benchmarks/results/few_rows_h200.json.xz)."""
 
     few_rows: ClassVar[int] = 128
 
@@ -186,7 +186,7 @@ class Table(TableOf[KernelSpec]):
 
 
 class ForwardTable(TableOf[ForwardSpec]):
-    """Of the forward."""
+    """The forward's table."""
 
     @classmethod
     def load(cls, package: Path) -> ForwardTable | None:
@@ -249,9 +249,9 @@ def _plain(kernel: KernelOf[S]) -> dict[str, Any]:
 
 
 def _distance(entry: TunedOf[S], M: int) -> float:
-    """How far a tuned kernel is from M rows: by the ratio of the rows, and twice by how much more
-    of its grid idles at M than where it was tuned. (A kernel may be best at its own M because all
-    rows fit into one round of its grid, and take nearly twice as long for one row more.)"""
+    """Return a tuned kernel's distance from M rows: by the ratio of the rows, and twice by how much
+    more of its grid idles at M than where it was tuned. (A kernel may be best at its own M because
+    all rows fit into one round of its grid, and take nearly twice as long for one row more.)"""
     spec = entry.kernel.spec
     more = spec.idle(M) / spec.idle(entry.M)
     return abs(log(entry.M / M)) + 2 * max(0.0, log(more))
@@ -275,8 +275,8 @@ def misfit(
     alignment: int,
     weight_alignment: int,
 ) -> str:
-    """Why a kernel of the right width and dtypes cannot serve a call: the rest of a sentence that
-    begins with the kernel, or "" when it can."""
+    """Return why a kernel of the right width and dtypes cannot serve a call: the rest of a sentence
+    that begins with the kernel, or "" when it can."""
     itemsize, vector = ITEMSIZE[spec.dtype], spec.vector_bytes
     if N * itemsize % vector or alignment % vector:
         return f"needs rows at multiples of {vector} bytes"

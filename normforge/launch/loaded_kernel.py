@@ -112,7 +112,7 @@ class LoadedKernel:
         return configure(grid, spec.threads, spec.smem_bytes, stream, attributes)
 
     def _sum_config(self, grid: int, stream: int) -> Any:
-        """The same of the second kernel of a backward."""
+        """Return the launch configuration of the second kernel of a backward, on a raw stream."""
         attributes = []
         if self.spec.dependent:
             driver = cuda_driver()

@@ -85,7 +85,7 @@ class Zeros:
         return address
 
     def _take_back(self) -> None:
-        """What belonged to graphs that are gone."""
+        """Take back what belonged to graphs that are gone."""
         for capture in [id for id, (end, _) in self._lent.items() if end.reached()]:
             for address, size in self._lent.pop(capture)[1]:
                 self._returned.setdefault(size, []).append(address)
@@ -119,7 +119,8 @@ def _zeroed_slab(size: int) -> int:
 
 
 def _allocated(allocate: Callable[[], tuple[Any, ...]], size: int) -> Any:
-    """What a driver call allocates; once more when PyTorch may hold the missing memory unused."""
+    """Return what a driver call allocates. It is called once more when PyTorch may hold the missing
+    memory unused."""
     action = f"allocating {size} bytes for"
     try:
         return checked(allocate(), action, _NAME)
@@ -139,7 +140,7 @@ def _capture_of(stream: int) -> Capture | None:
 
 
 class StreamWorkspace:
-    """What the eager calls of a package on one stream share.
+    """The memory that the eager calls of a package on one stream share.
 
     Hold `lock` from `fit` to the last launch of a call: a second thread on the same stream must
     not launch between the two kernels of one call, nor see a block that is being replaced.
@@ -195,7 +196,7 @@ class Workspaces:
         return known[1]
 
     def of_stream(self, device: int, stream: int) -> StreamWorkspace:
-        """What eager calls on a raw stream of a device share."""
+        """Return the workspace that eager calls on a raw stream of a device share."""
         # The handle of the per-thread default stream names another stream in every thread.
         thread = threading.get_ident() if stream == PER_THREAD else 0
         found = self._streams.get((device, stream, thread))

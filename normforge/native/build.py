@@ -132,7 +132,7 @@ def _compiler() -> list[str]:
 
 
 def _arguments() -> list[str]:
-    """What the compiler needs to know of Python and PyTorch."""
+    """Return the compiler's arguments for Python and PyTorch."""
     python = Path(sysconfig.get_paths()["include"])
     for folder, file, advice in (
         (python, "Python.h", "install the development files of Python (python3-dev)"),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 EPS = 1e-6
-"""Of the forward that makes inputs for tuning and for tests."""
+"""The eps of the forward that makes inputs for tuning and for tests."""
 
 Gate = Callable[["torch.Tensor"], "tuple[torch.Tensor, tuple[torch.Tensor, ...]]"]
 """act(z), and the terms of act'(z)."""
@@ -52,8 +52,9 @@ def norm_first_terms(
     weight: torch.Tensor | float,
     eps: float,
 ) -> Terms:
-    """With g = dy * act(z) and xhat = x * rstd, dx = rstd * (w * g - xhat * mean(xhat * w * g)),
-    dz = dy * xhat * w * act'(z), dw = sum over rows of g * xhat."""
+    """Return the terms of the gradients of act(z) * norm(x). With g = dy * act(z) and xhat = x *
+    rstd, dx = rstd * (w * g - xhat * mean(xhat * w * g)), dz = dy * xhat * w * act'(z), dw = sum
+    over rows of g * xhat."""
     value, slopes = gate(z)
     normalized, dx = _norm_terms(x, dy * value, weight, eps)
     dz = tuple(dy * normalized * weight * slope for slope in slopes)
@@ -68,8 +69,9 @@ def gate_first_terms(
     weight: torch.Tensor | float,
     eps: float,
 ) -> Terms:
-    """With u = x * act(z), uhat = u * rstd and du = rstd * (w * dy - uhat * mean(uhat * w * dy)),
-    dx = du * act(z), dz = du * x * act'(z), dw = sum over rows of dy * uhat."""
+    """Return the terms of the gradients of norm(x * act(z)). With u = x * act(z), uhat = u * rstd
+    and du = rstd * (w * dy - uhat * mean(uhat * w * dy)), dx = du * act(z), dz = du * x * act'(z),
+    dw = sum over rows of dy * uhat."""
     value, slopes = gate(z)
     normalized, du = _norm_terms(x * value, dy, weight, eps)
     dz = tuple(term * x * slope for term in du for slope in slopes)
@@ -124,4 +126,4 @@ GATED_BACKWARDS: dict[tuple[str, bool], RowOperation] = {
     for norm_before_gate in (True, False)
     for activation in ACTIVATIONS
 }
-"""By the activation, and by whether the norm comes before the gate."""
+"""The operations by the activation, and by whether the norm comes before the gate."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 EPS = 1e-5
-"""Of the forward that makes inputs for tuning and for tests."""
+"""The eps of the forward that makes inputs for tuning and for tests."""
 
 
 def terms(

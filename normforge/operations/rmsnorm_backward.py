@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
 EPS = 1e-6
-"""Of the forward that makes inputs for tuning and for tests."""
+"""The eps of the forward that makes inputs for tuning and for tests."""
 
 
 def terms(

@@ -1,4 +1,4 @@
-"""What serves all calls of one signature: a kernel, PyTorch's own, or the formula.
+"""The calls of one signature, and what serves them all: a kernel, PyTorch's own, or the formula.
 
 A kernel call allocates what it returns, and launches in one of two ways:
 - Eagerly, through the binding of its signature and stream. The lock of the stream's workspace spans
@@ -205,7 +205,8 @@ class KernelCall:
             binding = self.bind(stream)
 
     def capture(self, stream: int, leading: Sequence[int], behind: Sequence[int]) -> None:
-        """The same into a graph: with zeroed words of this capture and scratch from its pool."""
+        """Launch into the graph that is being captured, with zeroed words of this capture and
+        scratch from its pool."""
         zeros = self.workspaces.of_capture(self.device, stream, self.launch.scratch_offset)
         scratch = empty_strided((self.launch.scratch,), (1,), torch.float32)
         self._bind(stream, zeros, scratch.data_ptr()).run(leading, behind)

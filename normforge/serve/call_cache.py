@@ -1,4 +1,4 @@
-"""The one memory of what serves which call: of the backward, the forward and `install()` alike.
+"""The cache of what serves which call, shared by the backward, the forward and `install()`.
 
 What a call needs (checks, a kernel, strides, launch arguments) is found out once and kept here. A
 call that comes back is recognised in two steps:
@@ -44,8 +44,8 @@ class KnownCall(NamedTuple):
 
 
 class CallCache:
-    """What serves the calls of one function. Tuples are replaced, never changed, so that threads
-    need no lock; two that meet a call for the first time may both prepare it.
+    """The cache of what serves the calls of one function. Tuples are replaced, never changed, so
+    that threads need no lock; two that meet a call for the first time may both prepare it.
 
     recent: checks, each with what is quick for its calls. All of them take equally many tensors.
     """
@@ -57,16 +57,16 @@ class CallCache:
         self._misses = 0
 
     def find_recent(self, tensors: tuple[Any, ...]) -> Any:
-        """What is quick for one of the calls that are made most, None for any other. What is no
-        tensor belongs to no call. Every eager norm of every step comes through here first."""
+        """Return what is quick for one of the calls that are made most, None for any other. What is
+        no tensor belongs to no call. Every eager norm of every step comes through here first."""
         for same, quick in self.recent:
             if same(*tensors):
                 return quick
         return None
 
     def find(self, kind: Hashable, tensors: Sequence[torch.Tensor]) -> KnownCall | None:
-        """What was added for such a call. kind: says which tensors there are and all that counts
-        beside them; the more it tells apart, the fewer checks are tried."""
+        """Return what was added for such a call. kind: says which tensors there are and all that
+        counts beside them; the more it tells apart, the fewer checks are tried."""
         for known in self._by_key.get(_key(kind, tensors), ()):
             if known.same(*tensors):
                 if known.quick is not None:

@@ -167,8 +167,8 @@ def check_forward(
 
 
 def foreign_device(target: dict[str, Any], device: int) -> str:
-    """Why the kernels of a table's target do not run on a CUDA device or with its driver, "" when
-    they do."""
+    """Return why the kernels of a table's target do not run on a CUDA device or with its driver, ""
+    when they do."""
     driver = driver_version()
     if torch.version.hip is None and driver < _DRIVER:
         served = f"{driver // 1000}.{driver % 1000 // 10}"

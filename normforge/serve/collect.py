@@ -28,7 +28,8 @@ from .options import DTYPES
 
 VARIABLE = "NORMFORGE_COLLECT"
 _FIRST_SECONDS, _SECONDS = 2.0, 30.0
-"""Until the file is first written, which tells early that it cannot be, and from then on."""
+"""Seconds until the file is first written, which tells early that it cannot be, and between later
+writes."""
 _MOST = 10_000
 """Kinds of calls that a process keeps apart, until it writes them."""
 
@@ -60,8 +61,8 @@ class Recorder:
         self._start()
 
     def _begin(self) -> None:
-        """As a process begins, which may be a fork of another: what was counted there is written
-        there."""
+        """Reset the state, as a process begins. It may be a fork of another: what was counted there
+        is written there."""
         self._lock, self._writing = threading.Lock(), threading.Lock()
         self._kinds: dict[_Kind, int] = {}
         self._unwritten: Counter[Called] = Counter()
@@ -71,7 +72,7 @@ class Recorder:
 
     @property
     def inside(self) -> bool:
-        """Whether this thread is inside of a call that counts."""
+        """True when this thread is inside of a call that counts."""
         return getattr(self._local, "inside", False)
 
     @contextmanager
@@ -119,7 +120,8 @@ class Recorder:
             pass
 
     def _start(self) -> None:
-        """When the counting begins, and at the first call in a fork."""
+        """Start to write in the background, when the counting begins, and at the first call in a
+        fork."""
         with self._lock:
             if self._finalizer is not None:
                 return
@@ -189,8 +191,8 @@ class Recorder:
 
 
 _Kind = tuple[str, type, torch.Size, torch.dtype, "tuple[torch.dtype, int] | None", bool, Any]
-"""Of a call: operation, class, shape and dtype of x, the weight's dtype and heads (1 for a weight
-that all share), whether there is an offset, and the dtype of a dresidual."""
+"""The kind of a call: operation, class, shape and dtype of x, the weight's dtype and heads (1 for a
+weight that all share), whether there is an offset, and the dtype of a dresidual."""
 
 
 def _kind(weight: torch.Tensor | None) -> tuple[torch.dtype, int] | None:

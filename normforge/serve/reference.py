@@ -119,7 +119,7 @@ def norm_formula(
 
 
 def rstd_of(rows: torch.Tensor, eps: float | None) -> torch.Tensor:
-    """Of rows in the dtype that is computed in."""
+    """Return the rstd of rows in the dtype that is computed in."""
     mean = rows.square().mean(-1, keepdim=True)
     return torch.rsqrt(mean + (torch.finfo(rows.dtype).eps if eps is None else eps))
 

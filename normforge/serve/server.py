@@ -1,4 +1,5 @@
-"""From the arguments of a backward to what serves it: a kernel, several calls of one, or PyTorch.
+"""Leads from the arguments of a backward to what serves it: a kernel, several calls of one, or
+PyTorch.
 
 `_quick` serves what is most frequent, `_run` any call; both ask the call cache. What is new is
 prepared once: `_find` checks the arguments and chooses a kernel, `composition` takes away what that
@@ -47,14 +48,14 @@ class Server:
     """
 
     operation: ClassVar[str]
-    """What its tables have kernels of."""
+    """The operation that its tables have kernels of."""
     _aten_call = staticmethod(aten_call)
     """PyTorch's own kernel, of the norm that this is of."""
     _has_aten = hasattr(torch.ops.aten, "_fused_rms_norm_backward")
     _invariant: ClassVar[bool] = False
-    """Whether no bit of a row's results may depend on the batch."""
+    """True when no bit of a row's results may depend on the batch."""
     _advice: ClassVar[str] = ""
-    """What to do where only these kernels may serve and there is none."""
+    """The advice for calls that only these kernels may serve when there is none."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -65,7 +66,7 @@ class Server:
 
     @property
     def table(self) -> Table:
-        """Of the GPU that this process uses."""
+        """The table of the GPU that this process uses."""
         return self._source(None).backward
 
     def _quick(
@@ -147,7 +148,8 @@ class Server:
         return self._run(given, options, routed=True)
 
     def _prepare_routed(self, given: Arguments, options: Options) -> Call:
-        """What serves every routed call of a signature; for PyTorch's kernel it gives None."""
+        """Return what serves every routed call of a signature; for PyTorch's kernel it gives
+        None."""
         try:
             found = self._find(given, options)
         except (TypeError, ValueError):  # PyTorch says what is wrong in its own words
@@ -163,7 +165,8 @@ class Server:
         return self._fallback(found, given, options) if isinstance(found, str) else found
 
     def _find(self, given: Arguments, options: Options) -> Call | str:
-        """What serves a call by a kernel or, off the GPU, by the formula; else why not."""
+        """Return what serves a call by a kernel or, off the GPU, by the formula; else why nothing
+        does."""
         check_arguments(given, options)
         x = given.x
         if x.device.type in ("cpu", "meta") or x.numel() == 0:
@@ -175,7 +178,7 @@ class Server:
         return self._with_kernel(given, options, x.device.index)
 
     def _with_kernel(self, given: Arguments, options: Options, device: int) -> Call | str:
-        """What serves a call on a CUDA device by one kernel, or by several calls that do."""
+        """Return what serves a call on a CUDA device by one kernel, or by several calls that do."""
         x, weight = given.x, given.weight
         if weight is not None and weight.dim() > 1:
             composed = composition(given, options, None)
@@ -233,8 +236,8 @@ class Server:
         return choice
 
     def _fallback(self, reason: str, given: Arguments, options: Options) -> Call:
-        """What serves a call that has no kernel. Options other than what is wanted were composed
-        away before, but not for a dtype that no kernel has, which goes to the formula."""
+        """Return what serves a call that has no kernel. Options other than what is wanted were
+        composed away before, but not for a dtype that no kernel has, which goes to the formula."""
         weight = given.weight
         if given.x.dtype not in DTYPES:
             self.warn(f"{reason}; using the formula in plain PyTorch")
@@ -252,8 +255,8 @@ def _leave_it(*_: Any) -> Any:
 
 
 def _resolved(given: Arguments) -> Arguments:
-    """The same numbers as they lie in memory. Raises ValueError for a dw_out or dx_out that is a
-    view of others."""
+    """Return arguments with the same numbers as they lie in memory. Raises ValueError for a dw_out
+    or dx_out that is a view of others."""
     for name in ("dw_out", "dx_out"):
         out = getattr(given, name)
         if out is not None and out.is_neg():
