@@ -1,4 +1,4 @@
-"""Whether the bits of the batch-invariant package depend on the rows alone, on a GPU.
+"""Check on a GPU that the bits of the batch-invariant package depend on the rows alone.
 
     python -m benchmarks.batch_invariance --out batch_invariance.json
 
@@ -31,10 +31,10 @@ from generator.operations.operation import TORCH_DTYPE
 from normforge.spec import CHUNK_ROWS
 
 ELEMENTS = 1 << 27
-"""Of the whole batch, at most."""
+"""The most elements of the whole batch."""
 FORMS = ("plain", "gaps", "odd address")
 PROCESSES = 4
-"""At a time: one is busy on the host, while the GPU waits."""
+"""Processes at a time: one is busy on the host, while the GPU waits."""
 
 
 class Case:
@@ -63,7 +63,7 @@ class Case:
         return self.package.rmsnorm_backward(dy, x, self.rstd[start:stop], self.weight, **options)
 
     def differs(self, random: Random) -> str:
-        """What differs in one random batch, "" for nothing."""
+        """Return what differs in one random batch, "" when nothing does."""
         most = 14 if random.random() < 0.9 else 16
         count = min(self.M, 1 + int(2 ** random.uniform(0, most)))
         start = random.randint(0, self.M - count)

@@ -51,8 +51,8 @@ from normforge.spec import Launch
 
 @dataclass
 class Emulated:
-    """What the emulator and NVRTC made of one case: the outputs by name for each set of inputs, or
-    the reason why nothing can be compared."""
+    """The results of the emulator and of NVRTC for one case: the outputs by name for each set of
+    inputs, or the reason why nothing can be compared."""
 
     case: Case
     results: list[dict[str, torch.Tensor]]
@@ -163,7 +163,7 @@ def compare_case(emulated: Emulated) -> dict[str, Any]:
 
 
 def environment(session: Session, target: Target, processes: int) -> dict[str, Any]:
-    """What the result depends on, and when it was made."""
+    """Return the facts that the result depends on, and when it was made."""
     compiler = subprocess.run(
         [find_compiler() or "", "--version"], capture_output=True, text=True, check=True
     )

@@ -1,4 +1,4 @@
-"""What benchmarks/bit_exact.py compares: variants, each with a problem, a layout and inputs."""
+"""The cases of benchmarks/bit_exact.py: variants, each with a problem, a layout and inputs."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def draw_case(index: int, seed: int, target: Target, operation: str = RMSNORM_BA
 
 
 def draw_fallback(problem: Problem, target: Target, rng: random.Random) -> Variant | None:
-    """One of the kernels that packages have for any N up to their own; None where none serves the
-    problem."""
+    """Draw one of the kernels that packages have for any N up to their own; None where none serves
+    the problem."""
     fallbacks = fallbacks_of(problem.dtype, problem.weight_dtype, target)
     kernels = [variant for variant in fallbacks if serves(variant, problem)]
     return rng.choice(kernels) if kernels else None

@@ -47,7 +47,7 @@ TUNED = (
 """The default of --tuned: few widths, because a tuner compiles for each of them anew."""
 
 PREPARE_SHARE = 0.4
-"""Of the seconds: what compiling in advance may take."""
+"""The share of the seconds that compiling in advance may take."""
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -49,7 +49,7 @@ FUNCTIONS = {RMSNORM_BACKWARD: "rmsnorm_backward", "layernorm_backward": "layer_
 
 @dataclass(frozen=True)
 class Plan:
-    """What to compare. problems: all of `operation`; tuned: the shapes for peers that tune
+    """The plan of a comparison. problems: all of `operation`; tuned: the shapes for peers that tune
     themselves; until: the end, on the monotonic clock."""
 
     problems: tuple[Problem, ...]
@@ -193,7 +193,7 @@ def operation_of_package(folder: Path, asked: str | None = None) -> str:
 
 
 def load_peers(wanted: Sequence[Peer], timer: Timer) -> tuple[dict[str, Contender], dict[str, str]]:
-    """By name the peers that are there, and why the others are not."""
+    """Load the peers. Returns those that are there by name, and why the others are not."""
     found: dict[str, Contender] = {}
     missing: dict[str, str] = {}
     for peer in wanted:

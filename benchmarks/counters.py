@@ -112,7 +112,8 @@ def read(line: dict[str, str]) -> dict[str, Any]:
 
 
 def run(module: Path, problems: list[Problem]) -> None:
-    """What ncu profiles: the floor and the module's call on every shape, each warmed up once."""
+    """Run what ncu profiles: the floor and the module's call on every shape, each warmed up
+    once."""
     import torch
 
     from generator.operations.rmsnorm_backward import make_inputs

@@ -1,4 +1,5 @@
-"""Where numbers come from: the commit, the GPU itself, the libraries, and the machine code."""
+"""Records where numbers come from: the commit, the GPU itself, the libraries, and the machine
+code."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ def origin(facts: Mapping[str, Any], *, timed: bool) -> dict[str, Any]:
 
 @cache
 def commit() -> str:
-    """That of the checkout, with `+changes` where tracked files differ from it; `unknown` where
-    this is no checkout."""
+    """Return the checkout's commit, with `+changes` where tracked files differ from it; `unknown`
+    where this is no checkout."""
     try:
         found = _git("rev-parse", "--short=12", "HEAD")
         return found + "+changes" * bool(_git("status", "--porcelain", "--untracked-files=no"))

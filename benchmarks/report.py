@@ -65,7 +65,7 @@ def _title(environment: Environment) -> str:
 
 
 def missing_sentence(missing: dict[str, str]) -> str:
-    """Which peers were left out and why; "" when all took part."""
+    """Say which peers were left out and why; "" when all took part."""
     if not missing:
         return ""
     reasons = "; ".join(f"{TITLES[name]} ({reason})" for name, reason in missing.items())

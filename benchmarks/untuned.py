@@ -1,4 +1,4 @@
-"""What a module gives on shapes that nobody tuned, beside tuning those very shapes.
+"""Compare what a module gives on shapes that nobody tuned with tuning those very shapes.
 
     python -m benchmarks.untuned --module generated/h200/rmsnorm_backward --rows 20 --widths 10 \
         --trials 200 --out benchmarks/results/untuned_h200.json
@@ -70,14 +70,15 @@ def draw(package: Package, rows: int, widths: int, seed: int) -> list[tuple[str,
 
 
 def named(package: Package, shapes: str) -> list[tuple[str, Problem]]:
-    """The same for shapes given by name, in the form of tune.py. Raises NormforgeError."""
+    """Return shapes given by name, in the form of tune.py. Raises NormforgeError."""
     known = {entry.N for entry in package.table.tuned}
     return [("M" if p.N in known else "N", p) for p in load_problems(shapes)]
 
 
 def kernels(problem: Problem, winner: Winner, package: Package) -> dict[str, Any]:
-    """What a row says of the two kernels: `ours_kernel` is the stem of the module's files, None
-    where it has no kernel; `tuned` the variant that the search found, `tuned_config` its knobs."""
+    """Return what a row says of the two kernels: `ours_kernel` is the stem of the module's files,
+    None where it has no kernel; `tuned` the variant that the search found, `tuned_config` its
+    knobs."""
     choice = package.table.choose(problem.M, problem.N, problem.dtype, problem.weight_dtype)
     return {
         "shape": str(problem),

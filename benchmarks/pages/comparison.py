@@ -106,7 +106,7 @@ def on_h100() -> str:
 
 
 def tuned_on_h200() -> str:
-    """What tuners of peers find on an H200."""
+    """Say what tuners of peers find on an H200."""
     found = comparison("tuned_peers_h200")
     said = []
     for name in ("quack_tuned", "inductor_max"):
@@ -142,7 +142,7 @@ def _beside_best_peers(found: Comparison) -> str:
 
 
 def _behind(found: Comparison, of: str = "") -> str:
-    """At how many shapes the fastest peer is ahead, and how far at most."""
+    """Say at how many shapes the fastest peer is ahead, and how far at most."""
     best = found.best_peers.values()
     return f"{sum(ratio < 1 for ratio in best)}{of}, by up to {100 * (1 / min(best) - 1):.1f} %"
 

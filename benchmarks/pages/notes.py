@@ -48,7 +48,7 @@ def counters() -> str:
 
 
 def tails() -> str:
-    """Where the time above the floor goes, in the fastest kernel of every shape."""
+    """Tabulate where the time above the floor goes, in the fastest kernel of every shape."""
 
     def size(shape: str) -> tuple[int, int]:
         problem = Problem.parse(shape)
@@ -82,7 +82,7 @@ def tails() -> str:
 
 
 def cluster_room() -> str:
-    """How many clusters found room at once."""
+    """Tabulate how many clusters found room at once."""
     found: dict[tuple[int, int], set[int]] = defaultdict(set)
     for row in read("clusters_h200")["rows"]:
         cluster, room = row["config"]["cluster"], row["room"]
@@ -120,8 +120,8 @@ def cluster_ratios() -> str:
 
 
 def followers() -> str:
-    """What `evict_last` gains over the floor, alone and with an operation behind it; nothing where
-    the floors of the two blocks differ by more than half of that."""
+    """Tabulate what `evict_last` gains over the floor, alone and with an operation behind it;
+    nothing where the floors of the two blocks differ by more than half of that."""
     titles = {
         "nothing": "alone",
         "torch.add(dx, r, out=o)": "`torch.add(dx, r)`",

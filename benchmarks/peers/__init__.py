@@ -69,7 +69,7 @@ PEERS: dict[str, tuple[Peer, ...]] = {
         *_CUDNN_PEERS,
     ),
 }
-"""By operation."""
+"""The peers of each operation."""
 
 
 def choose_peers(names: str, operation: str = RMSNORM_BACKWARD) -> list[Peer]:

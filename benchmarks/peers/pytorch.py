@@ -45,7 +45,7 @@ def decomposed_backward(
 def decomposed_layer_norm(
     dy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor
 ) -> Gradients:
-    """The same of LayerNorm."""
+    """Compute PyTorch's decomposition of LayerNorm's backward, operation by operation."""
     N = x.shape[1]
     grad, wide = dy.to(torch.float32), x.to(torch.float32)
     normalized = (wide - mean[:, None]) * rstd[:, None]

@@ -34,7 +34,7 @@ MODELS = {
 
 
 def make_weights(widths: Widths, device: torch.device) -> Weights:
-    """Those of one block, in bf16; norms' are about 1."""
+    """Make the weights of one block, in bf16; norms' are about 1."""
     hidden, head = widths.hidden, widths.head
     query, key = widths.heads * head, widths.kv_heads * head
     shapes = {

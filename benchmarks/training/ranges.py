@@ -15,7 +15,7 @@ RANGE = "benchmarks.training: norm"
 
 
 def in_ranges(norm: Norm) -> Norm:
-    """The same norm, whose forward runs in a range, and so does every node of its backward."""
+    """Return a norm whose forward runs in a range, and so does every node of its backward."""
 
     def ranged(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         with record_function(RANGE):
