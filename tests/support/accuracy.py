@@ -105,9 +105,9 @@ def composite(t: dict[str, Any], offset: float, fused: bool) -> list[torch.Tenso
 
 
 def scales(t: dict[str, Any], offset: float) -> list[torch.Tensor]:
-    """What the errors of dx, dw and dx in the residual's dtype are relative to: for every row the
-    root mean square of dy * rstd * weight and of the residual's gradient (with few columns dx is
-    the small rest of a difference); for every column the root of the sum of (dy * xhat)^2."""
+    """Return what the errors of dx, dw and dx in the residual's dtype are relative to: for every
+    row the root mean square of dy * rstd * weight and of the residual's gradient (with few columns
+    dx is the small rest of a difference); for every column the root of the sum of (dy * xhat)^2."""
     dy, x, rstd = (t[name].double() for name in ("dy", "x", "rstd"))
     weight = offset + (1.0 if t["weight"] is None else t["weight"].double())
     terms = (dy * rstd * weight).square().mean(-1, keepdim=True)
@@ -118,7 +118,8 @@ def scales(t: dict[str, Any], offset: float) -> list[torch.Tensor]:
 
 @dataclass
 class Errors:
-    """Of one result: of the backward, of PyTorch, and of the exact one when it is rounded."""
+    """The errors of one result: of the backward, of PyTorch, and of the exact one when it is
+    rounded."""
 
     mine: float
     pytorch: float

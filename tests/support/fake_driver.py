@@ -68,11 +68,11 @@ SPEC = KernelSpec(
 TARGET = {"name": "h200", "title": "H200", "arch": "sm_90a", "sms": 132}
 SEPARATE = replace(SPEC, name="two_kernels", strategy="separate", dependent=True, cluster=2)
 LAYER_NORM = {"operation": "layernorm_backward", "columns": 2048, "partial_stride": 2048}
-"""What differs in a kernel of LayerNorm of the same row length."""
+"""Fields that differ in a kernel of LayerNorm of the same row length."""
 
 
 class SumArguments(NamedTuple):
-    """Those of a second kernel."""
+    """The arguments of a second kernel."""
 
     scratch: int
     sums: int
@@ -83,7 +83,7 @@ class SumArguments(NamedTuple):
 
 
 class ForwardArguments(NamedTuple):
-    """Those of a forward."""
+    """The arguments of a forward."""
 
     x: int
     residual: int
@@ -251,7 +251,7 @@ class FakeDriver:
 
 
 def read_arguments(function: str, parameters: int) -> Any:
-    """What the driver would copy, given the kernels' parameters, as a tuple with names: one
+    """Return what the driver would copy, given the kernels' parameters, as a tuple with names: one
     structure of the main kernel (tensors, workspace, extent), six of the second one."""
     if function != SUM_KERNEL:
         form, made = _FORWARD, ForwardArguments
@@ -277,7 +277,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, fake: FakeDriver) -> None:
 
 
 class FakeDevice:
-    """What PyTorch says about the device, in attributes. CPU tensors are as good as its own.
+    """Stands in for the device about which PyTorch is asked. CPU tensors are as good as its own.
 
     stream: the raw handle of the current stream; a thread that sets `local.stream` has its own.
     """
@@ -353,7 +353,7 @@ class Calls:
         self._made: dict[Any, KernelCall] = {}
 
     def take(self, spec: KernelSpec) -> None:
-        """From now on with this kernel."""
+        """Use this kernel from now on."""
         spec = replace(spec, **LAYER_NORM) if self.centred else spec  # type: ignore[arg-type]
         self.kernel = LoadedKernel(b"cubin", spec)
 

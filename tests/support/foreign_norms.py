@@ -54,7 +54,7 @@ class HiddenEpsRMSNorm(PlainRMSNorm):
 
 
 class ColumnRMSNorm(PlainRMSNorm):
-    """Over the second dimension, which is the last one of a matrix."""
+    """An RMSNorm over the second dimension, which is the last one of a matrix."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rstd = torch.rsqrt(x.square().mean(1, keepdim=True) + self.variance_epsilon)
@@ -62,7 +62,7 @@ class ColumnRMSNorm(PlainRMSNorm):
 
 
 class MatrixRMSNorm(PlainRMSNorm):
-    """Over all dimensions but the first."""
+    """An RMSNorm over all dimensions but the first."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         over = tuple(range(1, x.dim()))

@@ -1,4 +1,5 @@
-"""What all executions of a litmus program have in common: its events, and their orders."""
+"""The parts that all executions of a litmus program have in common: its events, and their
+orders."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ class Node:
         return self.event.order != "weak"
 
     def reaches(self, other: Node) -> bool:
-        """Whether the "scope" of this one includes the thread of the other."""
+        """Return True if the "scope" of this one includes the thread of the other."""
         if self.event.scope == "cta":
             return self.cta_of_launch == other.cta_of_launch
         if self.event.scope == "cluster":
@@ -65,7 +66,7 @@ def cyclic(after: list[int]) -> bool:
 
 
 class Graph:
-    """What all executions of a program have in common."""
+    """The parts that all executions of a program have in common."""
 
     def __init__(self, program: Program) -> None:
         self.nodes: list[Node] = []
@@ -146,7 +147,7 @@ class Graph:
 
 
 def _passed(arrival: Node, wait: Node) -> bool:
-    """Whether an arrival at a phase of an mbarrier synchronizes with a wait for it."""
+    """Return True if an arrival at a phase of an mbarrier synchronizes with a wait for it."""
     kinds = (arrival.event.kind, wait.event.kind)
     ordered = arrival.event.order in RELEASE and wait.event.order in ACQUIRE
     return (

@@ -1,4 +1,4 @@
-"""What the tests that plant bugs share: a mutation of a rendered kernel, and how it is run."""
+"""The helpers of tests that plant bugs: a mutation of a rendered kernel, and how it is run."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ class Machine(FakeDriver):
 
 
 def attributes_of(config: int) -> set[int]:
-    """Which attributes a CUlaunchConfig has."""
+    """Return the attributes that a CUlaunchConfig has."""
     first, count = (ctypes.c_uint64.from_address(config + at).value for at in (40, 48))
     kinds = range(first, first + 72 * (count & 0xFFFFFFFF), 72)
     return {ctypes.c_int.from_address(at).value for at in kinds}
@@ -170,8 +170,8 @@ _started = threading.local()
 
 
 def compute(name: str, parameters: int) -> None:
-    """What a kernel does, in bf16. The main one of a backward computes both, and the second one,
-    which has to follow it, puts dw in place again."""
+    """Compute what a kernel does, in bf16. The main one of a backward computes both, and the second
+    one, which has to follow it, puts dw in place again."""
     given = read_arguments(name, parameters)
     if name in FORWARD_KERNELS:
         compute_forward(given)
@@ -238,7 +238,7 @@ def by_autograd(package: Package, dy: Any, x: Any, rstd: Any, weight: Any) -> An
 
 
 def by_operator(package: Package, dy: Any, x: Any, rstd: Any, weight: Any) -> Any:
-    """As compiled code calls it."""
+    """Call the operator as compiled code does."""
     call = (dy, x, rstd, weight, None, None, 0.0, True, True)
     dx, dw, none = package.ops.rms_norm_backward(*call, package.name)
     assert none.shape == (0,) and none.dtype == x.dtype
@@ -256,7 +256,7 @@ def learned(package: Package, entry_point: EntryPoint = by_autograd, M: int = 6)
 
 
 def who_served(machine: Machine, call: Callable[[], Any]) -> tuple[int, int, Any]:
-    """How many kernels C++ and Python launched for a call, and its results."""
+    """Return how many kernels C++ and Python launched for a call, and its results."""
     before = len(machine.native), len(machine.launches)
     results = call()
     return len(machine.native) - before[0], len(machine.launches) - before[1], results
@@ -291,7 +291,7 @@ def check_launches(
 
 
 def installed_natively() -> bool:
-    """Whether PyTorch's backward for CUDA is the kernel in C++ of some package."""
+    """Return True if PyTorch's backward for CUDA is the kernel in C++ of some package."""
     dump = torch._C._dispatch_dump_table("aten::_fused_rms_norm_backward")
     lines = [line for line in dump.splitlines() if line.startswith("CUDA: ")]
     return any("operators.h" in line for line in lines)

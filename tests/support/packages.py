@@ -1,4 +1,5 @@
-"""What the tests of packages share: entries whose machine code nobody launches, and their files."""
+"""The helpers of the tests of packages: entries whose machine code nobody launches, and their
+files."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def unsealed(text: str) -> str:
 
 
 def digest_of(cubin: bytes) -> str:
-    """As tables have it."""
+    """Return the digest of a cubin in the form that tables have."""
     return hashlib.sha256(cubin).hexdigest()[:16]
 
 

@@ -80,7 +80,7 @@ def instructions(name: str) -> tuple[str, ...]:
 
 
 def event(name: str, label: str, place: str = "", instruction: int = 0, **more: Any) -> Event:
-    """What the primitive does to `place`, with what else an Event holds."""
+    """Return the event that the primitive is at `place`. more: the other fields of Event."""
     op = instructions(name)[instruction]
     parts = op.split(".")
     kind = next(kind for prefix, kind in KINDS.items() if f"{op}.".startswith(f"{prefix}."))

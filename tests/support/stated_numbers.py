@@ -374,7 +374,7 @@ def emulator() -> list[str]:
 
 
 def against() -> tuple[list[float], list[float]]:
-    """By how much host times differ from those before: of operators, and of other calls."""
+    """Return by how much host times differ from those before: of operators, and of other calls."""
     runs = [run["us"].items() for run in read("host_against_h200")["runs"]]
     found = [(name, us["difference"]) for run in runs for name, us in run]
     operators = [us for name, us in found if ", operator" in name]

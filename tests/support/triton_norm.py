@@ -42,8 +42,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def compiled(dtype: str, whole: bool, capability: int = 90) -> Any:
-    """What a launch on contiguous rows compiles, without a GPU. dtype: bf16, fp16 or fp32; whole: N
-    is a multiple of 16, of which Triton makes a kernel of its own."""
+    """Compile what a launch on contiguous rows compiles, without a GPU. dtype: bf16, fp16 or fp32;
+    whole: N is a multiple of 16, of which Triton makes a kernel of its own."""
     names = ("x", "weight", "y", "x_stride", "y_stride", "N", "eps")
     types = (*[f"*{dtype}"] * 3, *["i32"] * 3, "fp32")
     aligned = range(6 if whole else 3)

@@ -23,7 +23,8 @@ def fused(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
 
 
 def sum_of_thread(values: tuple[torch.Tensor, ...], form: str, contracted: int) -> torch.Tensor:
-    """Of the squares of 8 values. contracted: how many are in additions that are contracted."""
+    """Return the sum of the squares of 8 values. contracted: how many are in additions that are
+    contracted."""
 
     def plus_square(i: int, total: torch.Tensor) -> torch.Tensor:
         value = values[i]

@@ -34,7 +34,7 @@ def drawn_last(ticket: str) -> list[Event]:
 
 
 def broadcast() -> list[Event]:
-    """The same for another of its threads."""
+    """Return the events of another thread of that CTA."""
     return [
         event("cta_barrier", "B's barrier", "B"),
         event("cta_barrier", "B's broadcast", "B broadcast"),

@@ -35,7 +35,7 @@ def program(*ctas: list[Thread], **initial: int) -> Program:
 
 
 def sees(**values: int) -> Callable[[Outcome], bool]:
-    """Whether one of these reads sees another value than this."""
+    """Return a predicate of outcomes: one of these reads sees another value than this."""
     return lambda outcome: any(
         outcome[label.replace("_", " ")] != value for label, value in values.items()
     )

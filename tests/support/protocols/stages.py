@@ -186,7 +186,8 @@ def row_sums(cumulative: bool) -> Protocol:
 
 
 def refill_in_cluster(cumulative: bool) -> Protocol:
-    """As REFILL, behind the completed exchange of row sums instead of a barrier of the CTA."""
+    """Return the protocol of REFILL, behind the completed exchange of row sums instead of a barrier
+    of the CTA."""
     wait = event("mbarrier_wait", "wait", "landed 0")
     return Protocol(
         "a stage overwritten before it is read, or read before it is filled",
