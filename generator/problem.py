@@ -54,7 +54,7 @@ _PROBLEM = re.compile(
 )
 _LONG_NAMES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32"}
 _MOST_DIGITS = 12
-"""More rows than any GPU holds."""
+"""Digits of the largest M and N: more than any GPU holds."""
 _FORM = "MxN:dtype[:weight dtype][+offset][+residual[_dtype]]"
 
 

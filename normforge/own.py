@@ -63,10 +63,10 @@ class OwnPackage:
         setattr(self, self.operation.function, self.call)
 
     def retire(self) -> None:
-        """Another package has taken the name; nothing has to be given back."""
+        """Do nothing: another package has taken the name, and nothing has to be given back."""
 
     def of_form(self, form: str) -> Any:
-        """There are no forms of such packages. Raises LookupError."""
+        """Raise LookupError: there are no forms of such packages."""
         raise LookupError(form)
 
     @property

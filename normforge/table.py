@@ -260,8 +260,8 @@ def _distance(entry: TunedOf[S], M: int) -> float:
 def shape_name(
     M: int, N: int, dtype: str, weight_dtype: str, offset: bool = False, residual: str = ""
 ) -> str:
-    """`MxN:dtype[:weight dtype][+offset][+residual[_dtype]]`, the form in which the tuner names
-    shapes."""
+    """Return `MxN:dtype[:weight dtype][+offset][+residual[_dtype]]`, the form in which the tuner
+    names shapes."""
     name = f"{M}x{N}:{dtype}" + ("" if weight_dtype == dtype else f":{weight_dtype}")
     name += "+offset" if offset else ""
     if residual:

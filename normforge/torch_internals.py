@@ -148,8 +148,8 @@ PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 def is_plain(tensor: torch.Tensor | None) -> bool:
-    """False for a subclass, which has its own way with operators (DTensor, fake tensors). True for
-    what is no tensor at all."""
+    """Return False for a subclass, which has its own way with operators (DTensor, fake tensors);
+    True for what is no tensor at all."""
     # PyTorch takes a while to say that None is no tensor.
     return type(tensor) in PLAIN_TYPES or tensor is None or not isinstance(tensor, torch.Tensor)
 

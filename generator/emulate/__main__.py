@@ -19,7 +19,8 @@ from generator.target import find_target
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code 0 when no schedule found anything, 1 when one did, 2 when none could be run."""
+    """Run the command. Returns 0 when no schedule found anything, 1 when one did, 2 when none could
+    be run."""
     options = _parser().parse_args(arguments)
     try:
         if find_compiler() is None:

@@ -1,4 +1,4 @@
-"""Rendered sources to host programs: the C++ compiler, and a cache of what it made.
+"""Builds host programs from rendered sources: the C++ compiler, and a cache of what it made.
 
 A program is one variant linked with the emulator. Programs live in a content-addressed cache and
 appear by an atomic rename, as cubins do. Each ends with its own checksum, which neither the linker

@@ -131,7 +131,7 @@ def execute(
     deadline: float = DEADLINE_SECONDS,
     cache_folder: Path = DEFAULT_CACHE,
 ) -> Runs:
-    """`run_schedules` for a request that is made up already. kernel: name of the main one.
+    """Do `run_schedules` for a request that is made up already. kernel: name of the main one.
     deadline: seconds for all schedules; the one under way then gets a fault, later ones have no
     outcome."""
     program = build(source, cache_folder, kernel=kernel)
@@ -266,7 +266,7 @@ def _buffers(
 
 
 def _dtype(tensor: Tensor, spec: KernelSpec, dw_mode: int) -> str:
-    """ "" for a tensor of an option that the kernel does not have."""
+    """Return a tensor's dtype; "" for one of an option that the kernel does not have."""
     if tensor.option:
         return str(getattr(spec, tensor.option))
     if tensor.role == "rows":

@@ -1,4 +1,4 @@
-"""CUDA C++ to cubin through NVRTC, for any target, with no GPU and no driver."""
+"""Compiles CUDA C++ to a cubin through NVRTC, for any target, with no GPU and no driver."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One variant to CUDA C++ text."""
+"""Renders one variant as CUDA C++ text."""
 
 from __future__ import annotations
 

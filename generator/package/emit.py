@@ -1,4 +1,4 @@
-"""Winners to an importable package, such as `generated/<gpu>/rmsnorm_backward/`."""
+"""Writes winners to an importable package, such as `generated/<gpu>/rmsnorm_backward/`."""
 
 from __future__ import annotations
 

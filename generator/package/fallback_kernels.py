@@ -39,7 +39,7 @@ MANY_ROWS = 1 << 20
 
 @dataclass(frozen=True)
 class Layout:
-    """CTAs for rows of up to `columns`."""
+    """The layout of the CTAs for rows of up to `columns`."""
 
     columns: int
     pipeline: str
@@ -240,7 +240,7 @@ def serves(variant: Variant, problem: Problem) -> bool:
 
 
 def rows_key(variant: Variant) -> tuple[object, ...]:
-    """Equal for fallback variants that take the same rows."""
+    """Return a key that is equal for fallback variants that take the same rows."""
     return (variant.N, variant["vector_bytes"], variant.dtype, variant.weight_dtype)
 
 

@@ -268,7 +268,8 @@ class Explanation:
 
 
 def _may_count(record: Record) -> bool:
-    """Timed and of a class that may win; one that was slow counts."""
+    """Return True for a record that is timed and of a class that may win; one that was slow
+    counts."""
     return record.result.ratio is not None and is_deterministic(record.config)
 
 

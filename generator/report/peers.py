@@ -48,7 +48,7 @@ class Comparison:
 
     @classmethod
     def load(cls, path: Path) -> Comparison | None:
-        """None where there was no such run."""
+        """Read the results of a run; None where there was none."""
         try:
             said = read_json(path)
         except FileNotFoundError:

@@ -81,7 +81,7 @@ class Summary:
 
     @staticmethod
     def example_config(study: Study) -> str:
-        """Something else than what won, to ask `explain` for."""
+        """Return a config to ask `explain` for, other than the winner's where there is one."""
         tried = [*study.best_by_strategy.values()] or study.records
         return f"strategy={tried[-1].config['strategy']}"
 

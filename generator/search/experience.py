@@ -142,7 +142,7 @@ def _times(storage: BaseStorage, name: str) -> list[tuple[Config, float]]:
 
 
 def _one_thread() -> Any:
-    """Its threads would wait for cores on which compilers run."""
+    """Limit OpenMP to one thread: more would wait for cores on which compilers run."""
     from threadpoolctl import threadpool_limits
 
     return threadpool_limits(1, "openmp")

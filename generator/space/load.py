@@ -78,7 +78,7 @@ def _read(path: Path, extending: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def _rule_id(rule: Any) -> str | None:
-    """None for what is no rule, which is found when the rules are read."""
+    """Return the id of a rule; None for what is no rule, which is found when the rules are read."""
     return str(rule["id"]) if isinstance(rule, dict) and "id" in rule else None
 
 

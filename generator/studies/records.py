@@ -56,7 +56,7 @@ def median_floors(results: Iterable[Result]) -> dict[str, float]:
 
 
 def over_floor(result: Result, floors: Mapping[str, float]) -> float:
-    """Its time over the floor of its GPU, infinite where it has none."""
+    """Return a result's time over the floor of its GPU, infinite where it has none."""
     return result.us / floors[result.gpu] if result.us and result.floor_us else inf
 
 
@@ -187,7 +187,8 @@ class StudyFacts(NamedTuple):
 
     @classmethod
     def of_name(cls, name: str) -> StudyFacts | None:
-        """None for a study of another program, or of a version that knows other operations."""
+        """Parse a study's name; None for a study of another program, or of a version that knows
+        other operations."""
         match = _NAME.fullmatch(name)
         if match is None:
             return None

@@ -21,7 +21,8 @@ from generator.target import Target
 from normforge.table import Table, TunedOf
 
 TOLERANCE = 10.0
-"""Percent. Between GPUs of one model, the floor alone differs by 5 % where it takes 10 us."""
+"""Percent by which times may differ. Between GPUs of one model, the floor alone differs by 5 %
+where it takes 10 us."""
 OTHER_FLOOR = "its time was measured beside another reference"
 
 

@@ -48,7 +48,7 @@ class _DeviceProcess:
         self.task: Task | None = None
 
     def facts(self) -> Mapping[str, Any]:
-        """About its GPU. Raises NormforgeError when it has none."""
+        """Return the facts about its GPU. Raises NormforgeError when it has none."""
         try:
             if not self.connection.poll(_START_SECONDS):
                 raise NormforgeError(f"device {self.index} does not answer")
@@ -217,7 +217,7 @@ class DevicePool:
 
 
 def _check_same(facts: Mapping[str, Any], other: Mapping[str, Any], index: int) -> None:
-    """Results of different GPU models never mix."""
+    """Raise NormforgeError for GPUs of different models: their results never mix."""
     model, here = [(f["name"], f["sms"]) for f in (facts, other)]
     if model != here:
         raise NormforgeError(

@@ -99,8 +99,8 @@ class Status:
         self.say(f"{place} {describe(problem, winner, failure)}{left}")
 
     def waiting(self, holders: Mapping[Problem, str]) -> None:
-        """There is nothing to do until others are done: said once for every problem that they have.
-        holders: who has which."""
+        """Say, once for every problem that others have, that there is nothing to do until they are
+        done. holders: who has which."""
         new = holders.keys() - self._waited
         self._waited = set(holders)
         if new:
@@ -108,7 +108,7 @@ class Status:
             self.say(f"{len(holders)} shapes left, which others search: waiting for {who}")
 
     def say(self, line: str) -> None:
-        """One line that stays."""
+        """Print one line that stays."""
         self.console.print(line, soft_wrap=not self.live)
 
     def _searching(self) -> None:
@@ -145,7 +145,7 @@ def _duration(seconds: float) -> str:
 
 
 def describe(problem: Problem, winner: Winner | None, failure: str = "") -> str:
-    """One line about a finished problem."""
+    """Describe a finished problem in one line."""
     if winner is None:
         return f"{problem}: {f'no answer: {failure}' if failure else 'no variant may win'}"
     return (

@@ -1,4 +1,4 @@
-"""Winners of a run to its package."""
+"""Writes the winners of a run to its package."""
 
 from __future__ import annotations
 

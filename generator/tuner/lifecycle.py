@@ -1,4 +1,4 @@
-"""Around a whole run: one writer per output folder, an end after signals, a full disk."""
+"""Guards a whole run: one writer per output folder, an end after signals, a full disk."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class TaskList:
         return task
 
     def wait(self) -> dict[Problem, str]:
-        """Wait a moment for others; the problems that they have, and who has which."""
+        """Wait a moment for others. Returns the problems that they have, and who has which."""
         time.sleep(_POLL_SECONDS)
         holders = self._queue.holders(self._open)
         return {self._problems[study]: holder for study, holder in holders.items()}
@@ -72,7 +72,7 @@ class TaskList:
         self.winners[task.problem] = winner
 
     def fail(self, task: Task, reason: str) -> None:
-        """This run has no answer for the problem; another one may find it."""
+        """Record that this run has no answer for the problem; another one may find it."""
         self._end(task)
         self.winners[task.problem] = None
         self.failures[task.problem] = reason

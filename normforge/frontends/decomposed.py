@@ -46,7 +46,8 @@ class _Norm(NamedTuple):
 
 
 def replace_decomposed(graph: torch.fx.Graph, operators: Any) -> int:
-    """Replace norms over the last dimension that a graph writes out by the operator; how many.
+    """Replace norms over the last dimension that a graph writes out by the operator. Returns how
+    many.
 
     x is in bf16, fp16 or fp32, everything up to xhat in fp32, and the result in x's dtype. The
     weight may be missing, and may have a number added to it in fp32. A cast of xhat to x's dtype

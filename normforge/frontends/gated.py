@@ -54,10 +54,10 @@ class GatedFunctions:
         return _package_of, (module,)
 
     def retire(self) -> None:
-        """Another package has taken the name; nothing has to be given back."""
+        """Do nothing: another package has taken the name, and nothing has to be given back."""
 
     def of_form(self, form: str) -> Any:
-        """There are no forms of such packages. Raises LookupError."""
+        """Raise LookupError: there are no forms of such packages."""
         raise LookupError(form)
 
     @property
@@ -100,8 +100,8 @@ class GatedFunctions:
         norm_before_gate: bool = True,
         group_size: int | None = None,
     ) -> torch.Tensor:
-        """y = norm(x) * weight * act(z), or norm(x * act(z)) * weight, differentiable in x, z and
-        weight.
+        """Compute y = norm(x) * weight * act(z), or norm(x * act(z)) * weight, differentiable in x,
+        z and weight.
 
         Both directions are kernels where such were tuned, else the formula in PyTorch. Under
         torch.compile the forward is PyTorch's operators, which it fuses with what is around them.
@@ -143,7 +143,7 @@ class GatedFunctions:
         eps: float,
         kind: tuple[str, bool],
     ) -> torch.Tensor:
-        """y, without gradients. weight: as in `backward`."""
+        """Return y, without gradients. weight: as in `backward`."""
         server = self.server(GATED_FORWARDS[kind])
         if server.is_without_kernels(x):
             server.count(x, weight)
@@ -162,8 +162,8 @@ class GatedFunctions:
         eps: float,
         kind: tuple[str, bool],
     ) -> Gradients:
-        """dx, dz and dw. weight: (N,), or (H, N) with rows (..., H, N), whose groups kernels serve
-        one by one."""
+        """Return dx, dz and dw. weight: (N,), or (H, N) with rows (..., H, N), whose groups kernels
+        serve one by one."""
         server = self.server(GATED_BACKWARDS[kind])
         served = eps >= SMALLEST_EPS
         if served and server.is_without_kernels(x):

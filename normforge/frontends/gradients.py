@@ -50,8 +50,8 @@ def gradients(
     mean: torch.Tensor | None = None,
     seen: bool = True,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """dx and dw of a node, dx in x's dtype. backward: what computes them; wanted: whether dx and
-    dw are; mean: of a norm that takes it off; seen: `is_watched`, where that was asked."""
+    """Return dx and dw of a node, dx in x's dtype. backward: what computes them; wanted: whether dx
+    and dw are; mean: of a norm that takes it off; seen: `is_watched`, where that was asked."""
     need_dx, need_dw = wanted[0], wanted[1] and weight is not None
     if dy is None:
         return (dresidual if need_dx else None), None
@@ -92,8 +92,9 @@ def gradients_of_sum(
     dstream: torch.Tensor | None = None,
     seen: bool = True,
 ) -> tuple[Any, ...]:
-    """Gradients of x, residual and weight where x + residual, or x alone, was normalised. ctx: the
-    node's; needs: which of the three are wanted; backward, seen: as in `gradients`."""
+    """Return the gradients of x, residual and weight where x + residual, or x alone, was
+    normalised. ctx: the node's; needs: which of the three are wanted; backward, seen: as in
+    `gradients`."""
     stream, weight, rstd = ctx.saved_tensors
     needs_x, needs_residual, needs_dw = needs
     wanted = (needs_x or needs_residual, needs_dw)

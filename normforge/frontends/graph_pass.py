@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 AnyOperators = NormOperators | type[NormOperators]
-"""Says which norm is meant."""
+"""The operators that say which norm is meant."""
 
 
 def norm_operators(norm: AnyOperators) -> list[Any]:
@@ -120,7 +120,7 @@ def route(
 
 
 def route_graph(graph: torch.fx.Graph, operators: NormOperators) -> Counts:
-    """`route` on a graph that writes no norm out."""
+    """Do `route` on a graph that writes no norm out."""
     norms = 0
     for node in find_norms(graph, operators):
         target: Any = node.target

@@ -262,7 +262,7 @@ one while a thread that has found it waits for the interpreter. Each takes two k
 
 @contextmanager
 def _registering(routed: Routed, device: str, kernel: Callable[..., Any]) -> Iterator[None]:
-    """Around the registration of this kernel, or of one in C++ that calls it."""
+    """A context for the registration of this kernel, or of one in C++ that calls it."""
     with warnings.catch_warnings():
         # PyTorch says that a kernel of its own is overridden, which is the purpose.
         warnings.simplefilter("ignore")

@@ -93,8 +93,8 @@ class LayerNormPackage(NormPackage):
         *others: Any,
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """torch.nn.functional.layer_norm over the last dimension, with `layer_norm_backward` as its
-        backward.
+        """Compute torch.nn.functional.layer_norm over the last dimension, with
+        `layer_norm_backward` as its backward.
 
         Under torch.compile it is one operator. Second derivatives (create_graph=True) and batched
         gradients (is_grads_batched=True) use PyTorch's own operators. DTensor, nested tensors,

@@ -45,9 +45,9 @@ def layer_norm_forward(
     eps: float,
     package: str = "",
 ) -> tuple[torch.Tensor, ...]:
-    """y of x's dtype, mean and rstd of every row in fp32 (in float64 for float64), and x + residual
-    in the residual's dtype, without one an empty tensor. Differentiable. package: as of the
-    operator; any gives the same. Raises TypeError or ValueError."""
+    """Return y of x's dtype, mean and rstd of every row in fp32 (in float64 for float64), and x +
+    residual in the residual's dtype, without one an empty tensor. Differentiable. package: as of
+    the operator; any gives the same. Raises TypeError or ValueError."""
     check_forward(x, weight, residual, bias=bias, heads=False)
     stream = x.new_empty(0) if residual is None else (x + residual).to(residual.dtype).contiguous()
     rows = x if residual is None else stream
@@ -145,7 +145,8 @@ def layer_norm_gradients(
     dy: torch.Tensor | None,
     dstream: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Gradients of x, residual, weight and bias from what a node saved. needs: which are wanted."""
+    """Return the gradients of x, residual, weight and bias from what a node saved. needs: which are
+    wanted."""
     rows, weight, rstd, mean = ctx.saved_tensors
     needs_x, needs_residual, needs_dw, needs_db = needs
     if weight is None and needs_db:

@@ -24,7 +24,7 @@ def dw_and_db(sums: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Ten
 
 
 def layer_norm_aten_call(options: Options) -> Call:
-    """PyTorch's own kernel, as `aten_call` for RMSNorm."""
+    """Return a call of PyTorch's own kernel, as `aten_call` does for RMSNorm."""
 
     def call(
         dy: torch.Tensor,

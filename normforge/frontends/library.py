@@ -90,7 +90,7 @@ class OfPackage(Protocol):
     """The interface of what serves the calls that ask for one package."""
 
     def retire(self) -> None:
-        """Another one has taken its name."""
+        """Learn that another package has taken the name."""
 
     def of_form(self, form: str) -> Any:
         """Return what serves the calls that ask for a form of this package. Raises LookupError."""

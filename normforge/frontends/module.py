@@ -48,7 +48,7 @@ class RMSNorm(torch.nn.RMSNorm):
     main_grad: bool = False
     matches: str | None = None
     _simple: bool = False
-    """One normalised dimension and a weight. The package then checks the shape itself."""
+    """True for one normalised dimension and a weight. The package then checks the shape itself."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class RMSNorm(torch.nn.RMSNorm):
             torch.nn.init.zeros_(self.bias)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-        """y, or (y, x + residual) with a residual; see `rms_norm`."""
+        """Return y, or (y, x + residual) with a residual; see `rms_norm`."""
         norm = self._package_norm if self.matches is None else self._norm()
         # A bias and main_grad may be given later, and what wraps parameters, as DataParallel and
         # parametrizations do, keeps a bias elsewhere.
@@ -167,7 +167,7 @@ def flat(shape: tuple[int, ...], x: Any, *others: torch.Tensor | None) -> tuple[
 
 
 def like(x: Any, results: Any, shape: tuple[int, ...]) -> Any:
-    """Results for `flat` rows, one tensor or several, in the shape of x."""
+    """Return results for `flat` rows, one tensor or several, in the shape of x."""
     if len(shape) == 1:
         return results
     if isinstance(results, tuple):

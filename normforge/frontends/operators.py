@@ -71,8 +71,8 @@ class NormOperators:
         raise LookupError(form)
 
     def serve(self, run: Backward, given: Arguments, options: Options) -> Results:
-        """Any backward: through the operator where somebody watches those, else at once by `run`.
-        Who asks its results for a gradient gets an error."""
+        """Compute any backward: through the operator where somebody watches those, else at once by
+        `run`. Who asks its results for a gradient gets an error."""
         wants = given.dx_out is not None and getattr(given.dx_out, "requires_grad", False)
         if wants and torch.is_grad_enabled():
             raise RuntimeError("dx_out requires a gradient, but dx has none: give dx_out.detach()")
@@ -83,8 +83,8 @@ class NormOperators:
         return run(given, options)
 
     def backward(self, given: Arguments, options: Options) -> Results:
-        """Any backward through the operator. `dw_out` and `dx_out` are written by operators of
-        PyTorch, which a tracer understands, and so is the formula made of them."""
+        """Compute any backward through the operator. `dw_out` and `dx_out` are written by operators
+        of PyTorch, which a tracer understands, and so is the formula made of them."""
         if type(options) is FormulaOptions:
             return self._backward(given, options)
         dw_out, dx_out, dw_dtype = given.dw_out, given.dx_out, options.dw_dtype

@@ -65,7 +65,7 @@ class NormPackage(Server):
         return self._source(None).folder
 
     def _serve(self, given: Arguments, options: Options) -> Results:
-        """Any call: through an operator if a mode or a tracer is active, else directly."""
+        """Serve any call: through an operator if a mode or a tracer is active, else directly."""
         return self.ops.serve(self._run, given, options)
 
     def graph_pass(

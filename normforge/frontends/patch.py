@@ -1,5 +1,5 @@
-"""`patch`: the norms of a model that has a class of its own for them, as Hugging Face's have, or
-PyTorch's.
+"""`patch` serves the norms of a model that has a class of its own for them, as Hugging Face's have,
+or PyTorch's.
 
 A patched module becomes an instance of a subclass of its class. Weights, names, state dicts, hooks
 and `isinstance` stay as they are, also of models on the meta device.

@@ -97,9 +97,9 @@ def try_training(module: Any, parameters: Parameters, x: torch.Tensor) -> Result
 
 
 def results_of(norm: Callable[..., Any], x: torch.Tensor, *scales: torch.Tensor) -> Results:
-    """y, and the gradients of x and the scales for a dy that is not the same everywhere; None for
-    each that does not take part. y alone where there is no backward, as in norms for inference, and
-    nothing where it is no tensor."""
+    """Return y, and the gradients of x and the scales for a dy that is not the same everywhere;
+    None for each that does not take part. y alone where there is no backward, as in norms for
+    inference, and nothing where it is no tensor."""
     with torch.inference_mode(False), torch.enable_grad():
         leaves = [given.clone().requires_grad_() for given in (x, *scales)]
         y = norm(leaves[0] * 1, *leaves[1:])  # no leaf, because some norms write to it

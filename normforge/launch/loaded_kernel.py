@@ -1,4 +1,4 @@
-"""Cubin to loaded kernel: the functions of one variant on each device, and their configurations."""
+"""Loads a cubin: the functions of one variant on each device, and their configurations."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ class LoadedKernel:
             checked(driver.cuFuncSetAttribute(function, wide, 1), action, spec.name)
 
     def _warn_of_waves(self, main: Any, warn: Callable[[str], None]) -> None:
-        """GPUs of one model differ in how many SMs each of their GPCs has, and a cluster lives in
-        one GPC."""
+        """Warn where not all clusters fit at once. GPUs of one model differ in how many SMs each of
+        their GPCs has, and a cluster lives in one GPC."""
         spec = self.spec
         attributes = [cluster_attribute(spec.cluster)]
         config = configure(spec.cluster, spec.threads, spec.smem_bytes, 0, attributes)

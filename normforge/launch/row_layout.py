@@ -11,9 +11,9 @@ from ..table import MAX_ALIGNMENT
 
 
 def gap_factor(rows: int, heads: int) -> int:
-    """f for which f * row >> 32 is row // heads, for every row below `rows`; 0 where there is none,
-    or no heads. (f * heads exceeds 2^32 by at most `heads`, so the product is off by less than
-    rows * heads, which must stay below 2^32.)"""
+    """Return f for which f * row >> 32 is row // heads, for every row below `rows`; 0 where there
+    is none, or no heads. (f * heads exceeds 2^32 by at most `heads`, so the product is off by less
+    than rows * heads, which must stay below 2^32.)"""
     return (1 << 32) // heads + 1 if heads > 1 and rows * heads < 1 << 32 else 0
 
 

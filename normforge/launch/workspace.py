@@ -68,8 +68,8 @@ class Zeros:
         self._returned: dict[int, list[int]] = {}  # addresses by size
 
     def take(self, size: int, capture: Capture | None = None) -> int:
-        """Address of `size` zero bytes on the current device; 0 for none. They are the caller's for
-        good, or until the graph of a capture has come to its end."""
+        """Return the address of `size` zero bytes on the current device; 0 for none. They are the
+        caller's for good, or until the graph of a capture has come to its end."""
         size = round_up(size, LINE)
         if size == 0:
             return 0
@@ -185,7 +185,8 @@ class Workspaces:
         return self._zeros.get(device) or self._zeros.setdefault(device, Zeros())
 
     def of_capture(self, device: int, stream: int, size: int) -> int:
-        """Address of `size` zero bytes for a call that a raw stream of a device captures."""
+        """Return the address of `size` zero bytes for a call that a raw stream of a device
+        captures."""
         capture = _capture_of(stream) if size else None
         if capture is None or size < SHARED_FROM:
             return self.zeros(device).take(size, capture)

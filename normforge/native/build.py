@@ -160,7 +160,7 @@ def _defines() -> list[str]:
 
 
 def _cache() -> Path:
-    """TORCH_EXTENSIONS_DIR, or where PyTorch keeps extensions by default."""
+    """Return TORCH_EXTENSIONS_DIR, or where PyTorch keeps extensions by default."""
     root = os.environ.get("TORCH_EXTENSIONS_DIR")
     if root is None:
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

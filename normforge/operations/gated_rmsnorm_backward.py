@@ -20,7 +20,7 @@ EPS = 1e-6
 """The eps of the forward that makes inputs for tuning and for tests."""
 
 Gate = Callable[["torch.Tensor"], "tuple[torch.Tensor, tuple[torch.Tensor, ...]]"]
-"""act(z), and the terms of act'(z)."""
+"""A function that gives act(z), and the terms of act'(z)."""
 
 
 def _silu(z: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
@@ -37,7 +37,7 @@ ACTIVATIONS: dict[str, Gate] = {"silu": _silu, "sigmoid": _sigmoid}
 
 
 def _norm_terms(x: Any, dy: Any, weight: Any, eps: float) -> tuple[Any, tuple[Any, Any]]:
-    """xhat, and the terms of the gradient of x, of y = xhat * w."""
+    """Return xhat, and the terms of the gradient of x, of y = xhat * w."""
     rstd = (x.square().mean(-1, keepdim=True) + eps).rsqrt()
     normalized, weighted = x * rstd, dy * weight
     along = normalized * (weighted * normalized).mean(-1, keepdim=True)
@@ -86,7 +86,7 @@ def gated_rmsnorm(
     activation: str,
     norm_before_gate: bool,
 ) -> torch.Tensor:
-    """y in the dtype of the arguments, which is that of the arithmetic. Differentiable."""
+    """Return y in the dtype of the arguments, which is that of the arithmetic. Differentiable."""
     value, _ = ACTIVATIONS[activation](z)
     rows = x if norm_before_gate else x * value
     y = rows * (rows.square().mean(-1, keepdim=True) + eps).rsqrt() * weight

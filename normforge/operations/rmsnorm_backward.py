@@ -17,8 +17,8 @@ EPS = 1e-6
 def terms(
     x: torch.Tensor, dy: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor | float
 ) -> Terms:
-    """dx = rstd * (w * dy - xhat * mean(xhat * w * dy)), dw = sum over rows of dy * xhat, with
-    xhat = x * rstd."""
+    """Return the terms of dx = rstd * (w * dy - xhat * mean(xhat * w * dy)), dw = sum over rows of
+    dy * xhat, with xhat = x * rstd."""
     normalized = x * rstd
     weighted = dy * weight
     along = normalized * (weighted * normalized).mean(-1, keepdim=True)
@@ -26,7 +26,7 @@ def terms(
 
 
 def forward(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """y = xhat * w, and what the backward needs."""
+    """Return y = xhat * w, and what the backward needs."""
     rstd = (x.square().mean(-1, keepdim=True) + EPS).rsqrt()
     return x * rstd * weight, {"x": x, "rstd": rstd, "weight": weight}
 

@@ -60,8 +60,8 @@ def formula(options: Options) -> Call:
 
 
 def aten_call(options: Options) -> Call:
-    """PyTorch's own fused kernel, for what this package has none for. Serves no option but what
-    is wanted."""
+    """Return a call of PyTorch's own fused kernel, for what this package has none for. Serves no
+    option but what is wanted."""
 
     def call(
         dy: torch.Tensor,
@@ -213,8 +213,8 @@ class KernelCall:
 
 
 def _quick_call(slow: KernelCall) -> QuickCall:
-    """Flat, because every attribute read and every inner call in here is paid by every norm at
-    every step."""
+    """Return the quick call of a kernel. It is one flat function, because every norm at every step
+    pays for each attribute read and inner call in it."""
     device, bindings, bind_to = slow.device, slow.bindings, slow.bind
     assert slow.dx_size is not None and slow.dw_size is not None
     dx_shape, dx_strides, dx_dtype = slow.dx_size

@@ -35,8 +35,9 @@ _MISSES_TO_FORGET = 256
 
 
 class KnownCall(NamedTuple):
-    """same: whether tensors are those of this call. call: what serves it. quick: what serves it in
-    less time where all tensors are aligned; None for a call that is not to be in `recent`."""
+    """A known call. same: whether tensors are those of this call. call: what serves it. quick: what
+    serves it in less time where all tensors are aligned; None for a call that is not to be in
+    `recent`."""
 
     same: Check
     call: Any
@@ -105,7 +106,8 @@ class CallCache:
 
 
 def _key(kind: Hashable, tensors: Sequence[torch.Tensor]) -> Hashable:
-    """Kernels are chosen by alignment too. `kind` itself where all addresses are aligned."""
+    """Return the key of a call: `kind` itself where all addresses are aligned, else with the
+    alignments, because kernels are chosen by them, too."""
     together = 0
     for tensor in tensors:
         together |= tensor.data_ptr()

@@ -84,7 +84,8 @@ class Recorder:
         offset: bool,
         dresidual: torch.Tensor | None,
     ) -> Iterator[None]:
-        """Around a call that counts once, though it is made of several, if it does not fail."""
+        """A context for a call that counts once, though it is made of several, if it does not
+        fail."""
         self._local.inside = True
         try:
             yield
@@ -218,7 +219,7 @@ def _called(kind: _Kind) -> tuple[Called, int] | None:
 
 
 class Collecting:
-    """recorder: what counts calls, None where nothing does."""
+    """The recorder that counts calls, None where nothing does."""
 
     __slots__ = ("recorder",)
 
@@ -231,7 +232,7 @@ _sources: list[Totals] = []
 
 
 def count_also(totals: Totals) -> None:
-    """Calls that do not come by here are counted elsewhere."""
+    """Count calls from `totals`, too, which do not come by here."""
     _sources.append(totals)
 
 
@@ -244,7 +245,8 @@ def _totals() -> Iterator[tuple[Called, int]]:
 
 
 class _Fork:
-    """with_cuda: the last fork was one in which CUDA does not work, because it did before."""
+    """The state of a fork. with_cuda: the last fork was one in which CUDA does not work, because it
+    did before."""
 
     with_cuda = False
 

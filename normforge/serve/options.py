@@ -139,7 +139,7 @@ def _kernel_writes(dw_out: torch.Tensor, weight: torch.Tensor | None, options: O
 
 
 def per_head(backward: Backward, given: Arguments, options: Options) -> Results:
-    """weight (H, N) with x (..., H, N): one call per head, on its slice of the rows."""
+    """Serve a weight (H, N) with x (..., H, N) by one call per head, on its slice of the rows."""
     weight, x = given.weight, given.x
     assert weight is not None
     rstd = given.rstd.reshape(x.shape[:-1])
@@ -169,7 +169,7 @@ def per_head(backward: Backward, given: Arguments, options: Options) -> Results:
 
 
 def add_residual(backward: Backward, given: Arguments, options: Options) -> Results:
-    """dresidual: added to the rounded dx in fp32."""
+    """Add dresidual to the rounded dx in fp32."""
     dresidual = given.dresidual
     assert dresidual is not None
     dx, dw = backward(replace(given, dresidual=None), options)
@@ -182,7 +182,8 @@ def add_residual(backward: Backward, given: Arguments, options: Options) -> Resu
 
 
 def offset_in_weight(backward: Backward, given: Arguments, options: Options) -> Results:
-    """weight_offset: an fp32 weight that has it, and dw rounded to the dtype of the given one."""
+    """Serve weight_offset by an fp32 weight that has it, and round dw to the dtype of the given
+    one."""
     weight, x = given.weight, given.x
     if weight is None:
         wide = torch.full(
@@ -200,7 +201,8 @@ def offset_in_weight(backward: Backward, given: Arguments, options: Options) -> 
 
 
 def dw_elsewhere(backward: Backward, given: Arguments, options: Options) -> Results:
-    """dw_out that no kernel writes (its dtype, layout or address): dw in fp32 first."""
+    """Serve a dw_out that no kernel writes (its dtype, layout or address) by computing dw in fp32
+    first."""
     dw_out = given.dw_out
     assert dw_out is not None
     plain = replace(options, accumulate=False, dw_dtype=torch.float32)
@@ -210,8 +212,8 @@ def dw_elsewhere(backward: Backward, given: Arguments, options: Options) -> Resu
 
 
 def dx_elsewhere(backward: Backward, given: Arguments, options: Options) -> Results:
-    """dx_out that no kernel may write (its address, or dy under a kernel that may read dy later):
-    dx in a tensor of its own first."""
+    """Serve a dx_out that no kernel may write (its address, or dy under a kernel that may read dy
+    later) by computing dx in a tensor of its own first."""
     dx_out = given.dx_out
     assert dx_out is not None
     dx, dw, *third = backward(replace(given, dx_out=None), options)

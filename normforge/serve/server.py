@@ -50,7 +50,7 @@ class Server:
     operation: ClassVar[str]
     """The operation that its tables have kernels of."""
     _aten_call = staticmethod(aten_call)
-    """PyTorch's own kernel, of the norm that this is of."""
+    """Makes a call of PyTorch's own kernel, for the norm that this is of."""
     _has_aten = hasattr(torch.ops.aten, "_fused_rms_norm_backward")
     _invariant: ClassVar[bool] = False
     """True when no bit of a row's results may depend on the batch."""
@@ -77,8 +77,8 @@ class Server:
         weight: torch.Tensor,
         mean: torch.Tensor | None = None,
     ) -> Results | None:
-        """dx and dw of a plain call (a weight, both wanted, no option) like one that came before;
-        None for any other. Most entry points try this before `_run`."""
+        """Return dx and dw of a plain call (a weight, both wanted, no option) like one that came
+        before; None for any other. Most entry points try this before `_run`."""
         tensors = (dy, x, rstd, weight) if mean is None else (dy, x, rstd, weight, mean)
         call = self._calls.find_recent(tensors)
         if call is None or (torch.is_grad_enabled() and (dy.requires_grad or x.requires_grad)):
@@ -92,7 +92,7 @@ class Server:
         return results
 
     def _run(self, given: Arguments, options: Options, routed: bool = False) -> Results:
-        """Any call on this process's tensors: known, or prepared now. routed: it comes from
+        """Serve any call on this process's tensors: known, or prepared now. routed: it comes from
         `_route`, which gets None where there is no kernel; `rmsnorm_backward` answers the same call
         with PyTorch's."""
         calls, tensors = self._calls, tuple(vars(given).values())  # `_calls` may be replaced
@@ -142,7 +142,8 @@ class Server:
         need_dw: bool,
         mean: torch.Tensor | None = None,
     ) -> Results | None:
-        """`install()`: like `rmsnorm_backward`, but None for what there is no kernel for."""
+        """Serve a call under `install()` like `rmsnorm_backward`, but give None for what there is
+        no kernel for."""
         options = Options(need_dx=need_dx, need_dw=need_dw)
         given = Arguments(dy, x, rstd, weight, mean=mean)
         return self._run(given, options, routed=True)

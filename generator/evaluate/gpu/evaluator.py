@@ -78,7 +78,8 @@ class MeasuredEvaluator:
     def evaluate(
         self, problem: Problem, variant: Variant, compiled: Compiled, best_us: float | None
     ) -> Result:
-        """Accuracy, timing, 20-run determinism. Never raises for a bad candidate."""
+        """Check a candidate's accuracy, time it, and run it 20 times for determinism. Never raises
+        for a bad candidate."""
         if problem not in self._floors:
             self._probe(problem)
         candidates = self._candidates([(variant, compiled)])
@@ -151,7 +152,7 @@ class MeasuredEvaluator:
         return results
 
     def disturbances(self) -> str:
-        """One sentence about the noise of the run so far, "" without any."""
+        """Return one sentence about the noise of the run so far, "" without any."""
         said = []
         if self.causes_at_start:
             said.append(f"at the start {'; '.join(self.causes_at_start)}")

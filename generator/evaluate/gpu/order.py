@@ -55,8 +55,8 @@ def _unnamed(count: int, rounds: int) -> Orders:
 
 
 def _draw(count: int, rounds: int, rng: Random) -> Orders:
-    """Rows of Williams squares, always the one that makes the least more frequent what has been
-    frequent so far; by chance where several do."""
+    """Draw rows of Williams squares, always the one that makes the least more frequent what has
+    been frequent so far; by chance where several do."""
     found: Orders = []
     rows: Orders = []
     followed: Counter[tuple[int, int]] = Counter()
@@ -93,7 +93,7 @@ def _williams(count: int, rng: Random) -> Orders:
 
 
 def _imbalance(orders: Orders) -> int:
-    """Least where all are equally frequent, and none follows itself."""
+    """Return a number that is least where all are equally frequent, and none follows itself."""
     followed = successions(orders)
     itself = sum(followed[which, which] for which in orders[0])
     squares = sum(often**2 for often in (*followed.values(), *places(orders).values()))

@@ -61,11 +61,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Answer:
-    """result or block: as the job's kind says; a result in place of a block is a failure.
-    condition: of the block, one of rotation.CONDITIONS; where inputs are too small or too large to
-    rotate, another one than the job's.
-    error: "" or why the problem cannot be set up. last: the process ends after this answer, because
-    its context is lost or short of memory. short_of_memory: it may do in a fresh process."""
+    """The answer to a job. result or block: as the job's kind says; a result in place of a block is
+    a failure. condition: of the block, one of rotation.CONDITIONS; where inputs are too small or
+    too large to rotate, another one than the job's. error: "" or why the problem cannot be set up.
+    last: the process ends after this answer, because its context is lost or short of memory.
+    short_of_memory: it may do in a fresh process."""
 
     result: Result | None = None
     block: Block | None = None

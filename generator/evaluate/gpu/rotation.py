@@ -21,7 +21,7 @@ Operation = Timed | Sequence[Timed]
 """An operation to time: a call, or the same call on one set of inputs and outputs after another."""
 
 SETS, SETS_BYTES, L2_TIMES = 6, 192 << 20, 2
-"""Sets rotate through at least so many, so many bytes, and so many times the L2."""
+"""The least through which sets rotate: so many, so many bytes, and so many times the L2."""
 MOST_SETS = 1024
 """The most sets that rotate. Where displacing the L2 takes more, the inputs are so small that there
 is one set, which is flushed."""
@@ -48,5 +48,5 @@ def copies(inputs: Any, number: int) -> list[Any]:
 
 
 def calls_of(operation: Operation) -> Sequence[Timed]:
-    """One for each set."""
+    """Return the calls of an operation, one for each set."""
     return operation if isinstance(operation, Sequence) else (operation,)

@@ -56,8 +56,8 @@ class Timer:
         self.cold.flush(value)
 
     def block(self, operations: Sequence[Operation], rounds: int) -> list[list[float]]:
-        """Microseconds by operation and round. Every call of them runs once, untimed, before.
-        Operations with several sets take these in turns, and nothing comes between."""
+        """Return microseconds by operation and round. Every call of them runs once, untimed,
+        before. Operations with several sets take these in turns, and nothing comes between."""
         every = [calls_of(operation) for operation in operations]
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):

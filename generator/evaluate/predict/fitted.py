@@ -25,10 +25,10 @@ FITTED_FILE = Path(__file__).with_name("fitted.json")
 
 @dataclass(frozen=True)
 class Fitted:
-    """correction, prior: as their classes say; errors: by operation the root mean square of
-    measured over predicted time, less 1, at the configs that it chose for shapes that it had not
-    seen (of other widths, and where it was not fitted to the operation, all); studies: name and
-    digest of every study file behind it."""
+    """Everything that was fitted. correction, prior: as their classes say; errors: by operation the
+    root mean square of measured over predicted time, less 1, at the configs that it chose for
+    shapes that it had not seen (of other widths, and where it was not fitted to the operation,
+    all); studies: name and digest of every study file behind it."""
 
     correction: Correction
     prior: Prior

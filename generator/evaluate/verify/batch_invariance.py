@@ -76,8 +76,8 @@ class _Batch:
         )
 
     def run(self, sms: int, total: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """dx, and dw in fp32, with the grid of a GPU of `sms` multiprocessors. total: dw is added
-        to it."""
+        """Return dx, and dw in fp32, with the grid of a GPU of `sms` multiprocessors. total: dw is
+        added to it."""
         given, spec = self.inputs, self.kernel.spec
         M, N = given.x.shape
         launch = plan_launch(replace(spec, sms=sms), M)

@@ -100,8 +100,8 @@ def check_call_options(
 def _check_sums(
     bench: Bench, inputs: Any, name: str, plain: Mapping[str, torch.Tensor], in_chunks: bool
 ) -> str:
-    """Sums over the rows as fp32, and added to an fp32 buffer. in_chunks: they are added to a
-    buffer chunk by chunk, which other bits than those of zeros would show."""
+    """Compare sums over the rows as fp32, and added to an fp32 buffer. in_chunks: they are added to
+    a buffer chunk by chunk, which other bits than those of zeros would show."""
     sums = bench.outputs[name].tensor
     wide = Guarded((sums.numel(),), torch.float32, sums.device)
     wide.poison()

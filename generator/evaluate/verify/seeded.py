@@ -82,8 +82,8 @@ def _words(start: int, count: int, seed: int, device: torch.device) -> torch.Ten
 
 
 def _take_back(first: torch.Tensor, second: torch.Tensor) -> None:
-    """Rows of different sizes, and rows that are the negative of these but for a small part of
-    their own numbers, rounded once."""
+    """Return rows of different sizes, and rows that are the negative of these but for a small part
+    of their own numbers, rounded once."""
     for part in row_slices(*first.shape):
         rows = torch.arange(part.start, part.stop, device=first.device)
         sizes = _power((rows * 7) % _POWERS)[:, None]

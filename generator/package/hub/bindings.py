@@ -117,7 +117,7 @@ class CUlaunchConfig(ctypes.Structure):
         self._attributes = array if attributes else None  # the structure keeps the array
 
     def getPtr(self) -> int:
-        """Its address."""
+        """Return the address of the structure."""
         return ctypes.addressof(self)
 
 

@@ -97,7 +97,7 @@ def _metadata(build: Path, table: Table) -> dict[str, object]:
 
 
 def _capability(arch: str) -> str:
-    """sm_90a as `kernels` writes it: 9.0a."""
+    """Return the compute capability of an arch as `kernels` writes it, 9.0a for sm_90a."""
     digits = arch.removeprefix("sm_").removesuffix("a")
     return f"{digits[:-1]}.{digits[-1]}" + ("a" if arch.endswith("a") else "")
 
