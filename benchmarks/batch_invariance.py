@@ -93,7 +93,7 @@ class Case:
 
 
 def check(case: Case, cases: int, seconds: float) -> dict[str, Any]:
-    """Up to `cases` random batches, for at most so many seconds."""
+    """Check up to `cases` random batches, for at most so many seconds."""
     random, begin, faults, done = Random(case.N), time.time(), [], 0
     while done < cases and time.time() - begin < seconds:
         fault = case.differs(random)
@@ -111,7 +111,7 @@ def check(case: Case, cases: int, seconds: float) -> dict[str, Any]:
 
 
 def check_width(name: str, N: int, dtype: str, cases: int, seconds: float) -> dict[str, Any]:
-    """`check` of one width of the package `name`."""
+    """Do `check` for one width of the package `name`."""
     found = check(Case(import_module(name), N, dtype), cases, seconds)
     torch.cuda.empty_cache()
     return found

@@ -121,7 +121,7 @@ def run_on_gpu(
 
 
 def first_difference(ours: torch.Tensor, theirs: torch.Tensor) -> str:
-    """ "" when all bits agree, else the first place that differs and both values."""
+    """Return "" when all bits agree, else the first place that differs and both values."""
     view = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[ours.element_size()]
     different = ours.contiguous().view(view) != theirs.contiguous().view(view)
     if not bool(different.any()):
@@ -132,7 +132,7 @@ def first_difference(ours: torch.Tensor, theirs: torch.Tensor) -> str:
 
 
 def compare_case(emulated: Emulated) -> dict[str, Any]:
-    """One row of the report. outcome: equal, different, skipped (the GPU cannot launch the
+    """Return one row of the report. outcome: equal, different, skipped (the GPU cannot launch the
     variant) or failed (a side gave nothing to compare)."""
     case = emulated.case
     spec, launch = small_launch(case.variant, case.problem.M, case.participants)

@@ -23,7 +23,7 @@ REDUCTIONS: tuple[Config | None, ...] = (
     *({"strategy": strategy.name, "order": strategy.order} for strategy in STRATEGIES),
     None,
 )
-"""None: a kernel for any N, of an operation that has some."""
+"""The reductions, and None: a kernel for any N, of an operation that has some."""
 DTYPES = (("bf16",) * 2, ("fp16",) * 2, ("fp32",) * 2, ("bf16", "fp32"), ("fp16", "fp32"))
 WIDTHS = (
     *(1, 6, 33, 64, 77, 128, 129, 256, 333, 512, 1000, 1001, 1024, 1536, 2048, 2050, 3072, 4096),
@@ -49,7 +49,7 @@ class Case:
 
 
 def draw_case(index: int, seed: int, target: Target, operation: str = RMSNORM_BACKWARD) -> Case:
-    """Case `index`: reduction kinds and dtypes in turn, the rest at random."""
+    """Draw case `index`: reduction kinds and dtypes in turn, the rest at random."""
     rng = random.Random(f"{seed} {index}")
     reductions = REDUCTIONS if OPERATIONS[operation].fallbacks else REDUCTIONS[:-1]
     reduction = reductions[index % len(reductions)]
@@ -107,7 +107,8 @@ def draw_variant(
 
 
 def draw_layout(variant: Variant, rng: random.Random) -> Layout:
-    """Dense rows, or strides and bases that are multiples of what the variant needs and no more."""
+    """Draw dense rows, or strides and bases that are multiples of what the variant needs and no
+    more."""
     if rng.random() < 0.5:
         return Layout()
     aligned = 16 if variant["pipeline"] == "bulk" else variant["vector_bytes"]

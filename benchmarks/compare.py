@@ -116,8 +116,8 @@ def compare(args: argparse.Namespace) -> int:
 
 
 def _set_environment(processes: int) -> None:
-    """Variables that the peers' compilers read when they are imported, here and in the preparing
-    processes: each of those compiles alone, and QuACK's tuner uses every core."""
+    """Set the variables that the peers' compilers read when they are imported, here and in the
+    preparing processes: each of those compiles alone, and QuACK's tuner uses every core."""
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     os.environ.setdefault("QUACK_COMPILE_WORKERS", str(processes))
 

@@ -101,7 +101,7 @@ def count(module: Path, shapes: str, problems: list[Problem]) -> list[dict[str, 
 
 
 def read(line: dict[str, str]) -> dict[str, Any]:
-    """One kernel's counters from a line of ncu's table."""
+    """Read one kernel's counters from a line of ncu's table."""
     found: dict[str, Any] = {"kernel": line["Kernel Name"][:60]}
     for name, (metric, factor) in METRICS.items():
         found[name] = float(line[metric].replace(",", "")) * factor

@@ -108,7 +108,7 @@ class Climb:
 def overhead(
     legal: LegalConfigs, pool: Pool, evaluator: Shortlisting, study: Study, seed: int
 ) -> dict[str, Any]:
-    """One shape: the winner and the fastest of each free reduction, side by side."""
+    """Measure one shape: the winner and the fastest of each free reduction, side by side."""
     winner = study.winner
     assert winner is not None
     strategy = strategy_of(winner.config)

@@ -87,7 +87,7 @@ def normal_inputs(problem: Problem, device: torch.device, seed: int) -> Inputs:
 
 
 def composite(inputs: Inputs) -> Callable[[], Gradients]:
-    """PyTorch's operations one after another."""
+    """Compute the gradients by PyTorch's operations, one after another."""
     return partial(decomposed_backward, inputs.dy, inputs.x, inputs.rstd, inputs.weight)
 
 
@@ -124,7 +124,8 @@ def in_emulator(table: Table, dw_in_fp32: bool) -> Bind:
 
 
 def executed(source: str, spec: KernelSpec, launch: Launch, dw_in_fp32: bool = False) -> Bind:
-    """One kernel on the CPU. A call raises NormforgeError where the emulator finds a fault."""
+    """Execute one kernel on the CPU. A call raises NormforgeError where the emulator finds a
+    fault."""
     call_options = CallOptions(dw_mode=DW_IN_FP32 if dw_in_fp32 else DW_IN_WEIGHT_DTYPE)
 
     def run(inputs: Inputs) -> Gradients:

@@ -254,7 +254,8 @@ def kernel_path(call: Callable[[], object]) -> str:
 
 
 def short_name(kernel: str) -> str:
-    """`void at::native::(anonymous namespace)::f<float>(int)` becomes `at::native::f`."""
+    """Shorten a kernel's name: `void at::native::(anonymous namespace)::f<float>(int)` becomes
+    `at::native::f`."""
     name = kernel.replace("(anonymous namespace)::", "").removeprefix("void ")
     name = name.split("<")[0]
     if not name.startswith(("Memset", "Memcpy")):

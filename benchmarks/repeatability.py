@@ -144,7 +144,7 @@ def repeat(
     studies: Mapping[Problem, Study],
     args: argparse.Namespace,
 ) -> dict[str, Any]:
-    """One shape. Raises ProblemError where it cannot be timed."""
+    """Repeat the finals and searches of one shape. Raises ProblemError where it cannot be timed."""
     study, began = studies[legal.problem], time.monotonic()
     assert study.winner is not None
     gpu.spare(args.searches + args.repeats + PROCESSES)

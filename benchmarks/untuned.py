@@ -46,8 +46,8 @@ def log_uniform(rng: random.Random, low: int, high: int) -> int:
 
 
 def draw(package: Package, rows: int, widths: int, seed: int) -> list[tuple[str, Problem]]:
-    """("M", problem) with a tuned N, then ("N", problem) with none; dtypes in turns; log-uniform,
-    M from 1 to 100,000 and N from 128 to 16,384, at most 2^29 elements."""
+    """Draw ("M", problem) with a tuned N, then ("N", problem) with none; dtypes in turns;
+    log-uniform, M from 1 to 100,000 and N from 128 to 16,384, at most 2^29 elements."""
     rng = random.Random(seed)
     known: dict[str, set[int]] = {}
     for entry in package.table.tuned:
@@ -93,7 +93,8 @@ def kernels(problem: Problem, winner: Winner, package: Package) -> dict[str, Any
 def compare(
     problem: Problem, winner: Winner, package: Package, session: Session, target: Target
 ) -> dict[str, Any]:
-    """Times of the floor, the module's choice, the kernel tuned for the problem and ATen, µs."""
+    """Return times of the floor, the module's choice, the kernel tuned for the problem and ATen,
+    µs."""
     workload = session.workload(problem)
     inputs = workload.inputs
     tuned = bench_of(workload, winner.config, target)

@@ -23,7 +23,7 @@ SMALL = 2**22
 
 
 def span(values: Iterable[float], digits: int = 2, sign: str = "") -> str:
-    """`least to most`."""
+    """Format a range as `least to most`."""
     every = list(values)
     return f"{min(every):{sign}.{digits}f} to {max(every):{sign}.{digits}f}"
 

@@ -33,7 +33,7 @@ NO_PLOT = "No plot: matplotlib is not installed."
 
 
 def pyplot() -> Any:
-    """Matplotlib's, for files alone; None where it is not installed."""
+    """Return Matplotlib's pyplot, for files alone; None where it is not installed."""
     try:
         import matplotlib
     except ImportError:

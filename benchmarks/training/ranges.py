@@ -42,7 +42,8 @@ def _between(y: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> Iterator[Node
 
 
 def _range_around(node: Node) -> None:
-    """Its hooks run before and after it, on the thread of its backward."""
+    """Put a node into a range, by hooks that run before and after it, on the thread of its
+    backward."""
     entered: list[record_function] = []
 
     def before(gradients: object) -> None:

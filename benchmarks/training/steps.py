@@ -38,7 +38,7 @@ class Case:
 
     @classmethod
     def parse(cls, text: str) -> Case:
-        """`MODEL,LENGTH,MODE[,checkpoint]`. Raises ValueError."""
+        """Parse `MODEL,LENGTH,MODE[,checkpoint]`. Raises ValueError."""
         if text.count(",") < 2:
             raise ValueError(text)
         model, length, mode, *more = text.split(",")

@@ -25,8 +25,8 @@ class Mutant:
     unseen: str = ""
 
     def plant(self, root: Path) -> str:
-        """Plant it in the copy at `root`; the text that was there. Raises ValueError when the list
-        is out of date."""
+        """Plant it in the copy at `root`. Returns the text that was there. Raises ValueError when
+        the list is out of date."""
         path = root / self.file
         text = path.read_text()
         if text.count(self.old) != 1:

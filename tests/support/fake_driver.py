@@ -331,7 +331,7 @@ TABLE = Table(
 def tensors(
     M: int = 6, N: int = 1024, dtype: torch.dtype = torch.bfloat16, weight: Any = None
 ) -> tuple[torch.Tensor, ...]:
-    """dy, x, rstd, weight with a true rstd."""
+    """Return dy, x, rstd, weight with a true rstd."""
     generator = torch.Generator().manual_seed(M * N)
     x = torch.randn(M, N, generator=generator).to(dtype)
     dy = torch.randn(M, N, generator=generator).to(dtype)
@@ -364,7 +364,7 @@ class Calls:
         return given | ({"mean": torch.zeros(M, 1)} if self.centred else {})
 
     def dw(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Zeros of the shape of dw."""
+        """Return zeros of the shape of dw."""
         return torch.zeros((2, 1024) if self.centred else (1024,), dtype=dtype)
 
     def serve(self, call: KernelCall, given: Arguments) -> Any:

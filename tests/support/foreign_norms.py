@@ -47,7 +47,7 @@ class CentredRMSNorm(PlainRMSNorm):
 
 
 class HiddenEpsRMSNorm(PlainRMSNorm):
-    """Another eps than the one under the usual name."""
+    """A norm with another eps than the one under the usual name."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 3e-4)
@@ -115,7 +115,7 @@ class NarrowRMSNorm(PlainRMSNorm):
 
 
 class PickyRMSNorm(PlainRMSNorm):
-    """Refuses what is not three-dimensional."""
+    """A norm that refuses what is not three-dimensional."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.dim() != 3:

@@ -220,7 +220,7 @@ def rows(M: int = 6, N: int = 1024, seed: int = 0) -> torch.Tensor:
 
 
 def inputs(M: int = 6, **change: Any) -> dict[str, Any]:
-    """dy, x, rstd and weight."""
+    """Return dy, x, rstd and weight."""
     x = rows(M)
     rstd = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
     given = {"dy": rows(M, seed=1), "x": x, "rstd": rstd, "weight": rows(1, seed=2)[0]}
@@ -232,7 +232,7 @@ def by_backward(package: Package, dy: Any, x: Any, rstd: Any, weight: Any) -> An
 
 
 def by_autograd(package: Package, dy: Any, x: Any, rstd: Any, weight: Any) -> Any:
-    """rstd is computed by the forward."""
+    """Compute the gradients by autograd; rstd is computed by the forward."""
     x, weight = (t if t.requires_grad else t.detach().requires_grad_() for t in (x, weight))
     return torch.autograd.grad(package.rms_norm(x, weight, 1e-6), (x, weight), dy)
 
@@ -250,7 +250,7 @@ entry_points = pytest.mark.parametrize("entry_point", [by_backward, by_autograd,
 
 
 def learned(package: Package, entry_point: EntryPoint = by_autograd, M: int = 6) -> None:
-    """Calls enough that the next one like them is native."""
+    """Make calls enough that the next one like them is native."""
     for _ in range(4):
         entry_point(package, **inputs(M))
 
@@ -265,8 +265,9 @@ def who_served(machine: Machine, call: Callable[[], Any]) -> tuple[int, int, Any
 def check_launches(
     machine: Machine, found: list[SimpleNamespace], wanted: list[SimpleNamespace]
 ) -> None:
-    """Equal but for the tensors, which others were allocated, and the workspace: counters that were
-    zeroed, scratch that was allocated and not freed, both of one stream and of nobody in Python."""
+    """Assert that launches are equal but for the tensors, which others were allocated, and the
+    workspace: counters that were zeroed, scratch that was allocated and not freed, both of one
+    stream and of nobody in Python."""
     for one, two in zip(found, wanted, strict=True):
         for name in ("function", "grid", "block", "smem", "stream"):
             assert getattr(one, name) == getattr(two, name), name
@@ -308,7 +309,7 @@ class Watch(TorchDispatchMode):
 
 
 def shifted(*shape: int) -> torch.Tensor:
-    """Values at an odd address."""
+    """Return the values at an odd address."""
     size = torch.Size(shape).numel()
     return torch.cat([rows(1, 1)[0], rows(1, size)[0]])[1:].view(shape)
 

@@ -53,7 +53,7 @@ class MetaRMSNorm(GemmaRMSNorm):
 
 
 class Olmo2RMSNorm(LlamaRMSNorm):
-    """Rounded after the product."""
+    """The norm of OLMo 2: xhat is rounded after the product."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         input_dtype = hidden_states.dtype

@@ -74,7 +74,7 @@ def fallbacks() -> list[tuple[Variant, Compiled]]:
 
 
 def put(package: Path, *entries: Entry, fallback: Any = None, standalone: bool = False) -> Emission:
-    """Emit with these entries. fallback: all those of the H200 by default."""
+    """Emit a package with these entries. fallback: all those of the H200 by default."""
     made = fallbacks() if fallback is None else fallback
     return emit_package(entries, made, H200, package, standalone=standalone)
 

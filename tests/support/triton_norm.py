@@ -34,7 +34,7 @@ def normalize(x, weight, y, x_stride, y_stride, N, eps, TILE: tl.constexpr):
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """y of contiguous rows (M, N) on the GPU."""
+    """Return y of contiguous rows (M, N) on the GPU."""
     M, N = x.shape
     y = torch.empty_like(x)
     normalize[(M,)](x, weight, y, x.stride(0), y.stride(0), N, eps, TILE=TILE)
