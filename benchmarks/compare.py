@@ -53,7 +53,8 @@ PREPARE_SHARE = 0.4
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = command_line(
-        *(__doc__, "out"),
+        __doc__,
+        "out",
         module=None,
         op=None,
         shapes="compare",

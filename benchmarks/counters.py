@@ -72,11 +72,28 @@ def count(module: Path, shapes: str, problems: list[Problem]) -> list[dict[str, 
 
     Raises NormforgeError when ncu is missing or fails."""
     command = [
-        *("ncu", "--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none"),
-        *("--cache-control", "all", "--profile-from-start", "off"),
-        *("--metrics", ",".join(metric for metric, _ in METRICS.values())),
-        *(sys.executable, "-m", "benchmarks.counters"),
-        *("--module", str(module.resolve()), "--shapes", shapes, "--inside"),
+        "ncu",
+        "--csv",
+        "--page",
+        "raw",
+        "--print-units",
+        "base",
+        "--clock-control",
+        "none",
+        "--cache-control",
+        "all",
+        "--profile-from-start",
+        "off",
+        "--metrics",
+        ",".join(metric for metric, _ in METRICS.values()),
+        sys.executable,
+        "-m",
+        "benchmarks.counters",
+        "--module",
+        str(module.resolve()),
+        "--shapes",
+        shapes,
+        "--inside",
     ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=REPOSITORY)

@@ -97,8 +97,13 @@ def _by_class(plain: dict[Problem, Row], every: Sequence[Problem]) -> list[Goal]
         each("traffic ≥ 400 MB", 1.05, large),
         *(each(text, limit, bf16(text)) for text, limit in BF16_LIMITS.items()),
         _each(
-            *(f"{short}, each", "≤ floor + 2.5 µs", 2.5, bf16(short)),
-            *(plain, behind, "floor + {:.2f} µs"),
+            f"{short}, each",
+            "≤ floor + 2.5 µs",
+            2.5,
+            bf16(short),
+            plain,
+            behind,
+            "floor + {:.2f} µs",
         ),
         each("fp32 and fp16 at M=4096, N ≥ 4096", 1.10, other),
     ]

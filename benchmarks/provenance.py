@@ -13,8 +13,16 @@ from typing import Any
 from generator.paths import REPOSITORY
 
 LIBRARIES = (
-    *("triton", "cuda-python", "nvidia-cuda-nvrtc", "nvidia-cudnn-cu13", "nvidia-cudnn-frontend"),
-    *("liger-kernel", "quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi", "transformers"),
+    "triton",
+    "cuda-python",
+    "nvidia-cuda-nvrtc",
+    "nvidia-cudnn-cu13",
+    "nvidia-cudnn-frontend",
+    "liger-kernel",
+    "quack-kernels",
+    "nvidia-cutlass-dsl",
+    "apache-tvm-ffi",
+    "transformers",
 )
 """Distributions whose kernels or compilers may run, whatever a benchmark compares."""
 OF_GPU = ("sms", "uuid", "driver", "cuda_driver", "torch")

@@ -153,7 +153,11 @@ def repeat(
     budget, won = Budget(args.trials), Won()
     for seed in range(args.searches):
         winner = search_problem(
-            *(legal, pool, evaluator, InMemoryStorage(), budget),
+            legal,
+            pool,
+            evaluator,
+            InMemoryStorage(),
+            budget,
             known_winners=others,
             seed=seed,
         )

@@ -213,7 +213,7 @@ def plot(environment: Environment, rows: Sequence[Row], path: Path) -> str:
     titles = {"ours": "Normforge", **TITLES}
 
     figure, (bars, dots) = pyplot.subplots(
-        *(1, 2), figsize=(10.5, 4.6), width_ratios=(1, 1.5), layout="constrained"
+        1, 2, figsize=(10.5, 4.6), width_ratios=(1, 1.5), layout="constrained"
     )
     figure.suptitle(f"{_title(environment)} on {environment['gpu']}")
     drawn = bars.barh(

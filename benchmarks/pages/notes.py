@@ -15,8 +15,13 @@ from generator.problem import Problem
 
 SMS = 132
 COUNTED = (
-    *("4096x256:bf16", "4096x1024:bf16", "4096x4096:bf16", "16384x4096:bf16"),
-    *("4096x16384:bf16", "16384x16384:bf16", "4096x65536:bf16"),
+    "4096x256:bf16",
+    "4096x1024:bf16",
+    "4096x4096:bf16",
+    "16384x4096:bf16",
+    "4096x16384:bf16",
+    "16384x16384:bf16",
+    "4096x65536:bf16",
 )
 BY_STRATEGY = ("4096x1024:bf16", "4096x4096:bf16", "16384x3072:bf16", "65536x8192:bf16")
 """Shapes of the table of strategies, from rows that end fast to many long ones."""

@@ -141,7 +141,10 @@ def _same_kernel(old: TunedOf[Any], new: TunedOf[Any]) -> bool:
     def said(entry: TunedOf[Any]) -> tuple[object, ...]:
         facts = entry.provenance
         return (
-            *(entry.evidence, entry.kernel.digest, entry.kernel.config, entry.kernel.spec),
+            entry.evidence,
+            entry.kernel.digest,
+            entry.kernel.config,
+            entry.kernel.spec,
             *(
                 facts.get(key)
                 for key in ("us", "floor_us", "study", "code", "checks", "verified", "nvrtc", BITS)

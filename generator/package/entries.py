@@ -15,8 +15,20 @@ from normforge.table import TunedOf
 
 PROVENANCE_KEYS = frozenset(
     {
-        *("gpu", "driver", "nvrtc", "space", "study", "date", "trials"),
-        *("us", "floor_us", "ratio", "tie", "verified", "checks", "reason"),
+        "gpu",
+        "driver",
+        "nvrtc",
+        "space",
+        "study",
+        "date",
+        "trials",
+        "us",
+        "floor_us",
+        "ratio",
+        "tie",
+        "verified",
+        "checks",
+        "reason",
     }
 )
 """Facts that every winner of the backward states about itself, as JSON values; more may be

@@ -23,8 +23,13 @@ _REVISION = re.compile(r"^// Headers: templates/\*\.cuh, revision (\w+)$", re.MU
 _OLD_HEADER = re.compile(r'^#include "\.\./include/(\w+)/([\w.]+)"$', re.MULTILINE)
 """Matches includes of sources that had a folder of headers of their own."""
 _FORWARD_KNOBS = (
-    *("form", "threads_per_row", "rows_per_cta", "rows_in_flight", "vector_bytes"),
-    *("cluster", "ctas_per_sm"),
+    "form",
+    "threads_per_row",
+    "rows_per_cta",
+    "rows_in_flight",
+    "vector_bytes",
+    "cluster",
+    "ctas_per_sm",
 )
 
 

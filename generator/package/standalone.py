@@ -28,7 +28,12 @@ RUNTIME = "runtime"
 INCLUDE = "include"
 """The folder of a package with its headers."""
 _OF_ALL_PACKAGES = (
-    *("__init__", "packages", "generated", "rmsnorm", "batch_invariant", "layernorm"),
+    "__init__",
+    "packages",
+    "generated",
+    "rmsnorm",
+    "batch_invariant",
+    "layernorm",
     "gated",
     "gated_packages",
     "torchtitan",

@@ -80,7 +80,10 @@ def render_answer(why: Explanation, verdict: Verdict | None, served: Choice | No
     strategies = [
         (
             str(strategy) + ("" if strategy.deterministic else " *"),
-            *(number(timed.us), number(timed.ratio, 3), _behind(timed), timed.variant),
+            number(timed.us),
+            number(timed.ratio, 3),
+            _behind(timed),
+            timed.variant,
         )
         for strategy, timed in why.runners_up
     ]

@@ -104,7 +104,10 @@ class InvariantNorm(Norm):
             raise ValueError(NO_INVARIANT_BIAS)
         norm: Any = super() if matches is None else self.matching(matches)
         return norm.rms_norm(
-            *(x, weight, eps, *others),
+            x,
+            weight,
+            eps,
+            *others,
             weight_offset=weight_offset,
             residual=residual,
             out_dtype=out_dtype,

@@ -21,8 +21,14 @@ from .routes import MARK
 _aten = torch.ops.aten
 _SPELLINGS: dict[str, tuple[Any, ...]] = {
     "cast": (
-        *("to", "float", "half", "bfloat16", "type", "type_as"),
-        *(_aten._to_copy.default, _aten.to.dtype),
+        "to",
+        "float",
+        "half",
+        "bfloat16",
+        "type",
+        "type_as",
+        _aten._to_copy.default,
+        _aten.to.dtype,
     ),
     "square": ("square", torch.square, _aten.square.default),
     "power": ("pow", torch.pow, operator.pow, _aten.pow.Tensor_Scalar),

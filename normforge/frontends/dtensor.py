@@ -82,8 +82,12 @@ def _rms_norm_backward(*given: Any) -> list[Any]:
                 rows if dresidual is not None and _dtype(dresidual) != _dtype(x) else whole,
             ],
             [
-                *(rows, rows, rows, None if weight is None else scale),
-                *(None if dresidual is None else rows, *[None] * 5),
+                rows,
+                rows,
+                rows,
+                None if weight is None else scale,
+                None if dresidual is None else rows,
+                *[None] * 5,
             ],
         )
         for rows, scale, summed in _row_splits(x, weight)

@@ -32,11 +32,13 @@ _OTHER = "it is not one weight, an eps and a forward of rows and a gate"
 _GROUPS = ("n_groups", "num_groups", "ngroups")
 _KNOWN: dict[str, Callable[[Any], tuple[Any, Any, int | None]]] = {
     "mamba_ssm.ops.triton.layernorm_gated.RMSNorm": lambda module: (
-        *("silu", module.norm_before_gate),
+        "silu",
+        module.norm_before_gate,
         module.group_size,
     ),
     "fla.modules.fused_norm_gate.FusedRMSNormGated": lambda module: (
-        *(module.activation, True),
+        module.activation,
+        True,
         None,
     ),
 }

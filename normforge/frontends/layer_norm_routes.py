@@ -39,7 +39,13 @@ def layer_norm_aten_call(options: Options) -> Call:
         rows, need_dw = (*x.shape[:-1], 1), options.need_dw and weight is not None
         with torch.no_grad():
             dx, dw, db = torch.ops.aten.native_layer_norm_backward(
-                *(dy, x, x.shape[-1:], mean.reshape(rows), rstd.reshape(rows), weight, weight),
+                dy,
+                x,
+                x.shape[-1:],
+                mean.reshape(rows),
+                rstd.reshape(rows),
+                weight,
+                weight,
                 [options.need_dx, need_dw, need_dw],
             )
             return dx if options.need_dx else None, torch.stack((dw, db)) if need_dw else None

@@ -98,8 +98,15 @@ class NormOperators:
         # What is compiled would ask at once for the gradient that is refused.
         with torch.no_grad() if is_dynamo_compiling() else nullcontext():
             dx, dw, third = self.backward_operator(
-                *(given.dy, given.x, given.rstd, given.weight, given.dresidual),
-                *(dw_dtype, options.weight_offset, options.need_dx, need_dw),
+                given.dy,
+                given.x,
+                given.rstd,
+                given.weight,
+                given.dresidual,
+                dw_dtype,
+                options.weight_offset,
+                options.need_dx,
+                need_dw,
                 *((self.package,) if given.mean is None else (self.package, given.mean)),
             )
         if dw_out is not None:

@@ -144,9 +144,17 @@ def _arguments() -> list[str]:
     if torch.version.cuda is not None:
         libraries.append("torch_cuda")
     return [
-        *("-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", *_defines()),
-        *("-isystem", str(_TORCH / "include"), "-isystem", str(python)),
-        *(f"-L{_TORCH / 'lib'}", *(f"-l{name}" for name in libraries)),
+        "-std=c++20",
+        "-shared",
+        "-fPIC",
+        "-fvisibility=hidden",
+        *_defines(),
+        "-isystem",
+        str(_TORCH / "include"),
+        "-isystem",
+        str(python),
+        f"-L{_TORCH / 'lib'}",
+        *(f"-l{name}" for name in libraries),
     ]
 
 

@@ -42,7 +42,9 @@ RMSNORM_BACKWARD = RowOperation(
         sums("dw"),
         added_rows("dresidual", option="residual", note="added to dx"),
         copied_rows(
-            *("dresidual_out", "dx", "residual"),
+            "dresidual_out",
+            "dx",
+            "residual",
             note="dx in the residual's dtype, if that differs from dx's",
         ),
         summed=True,

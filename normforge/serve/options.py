@@ -146,7 +146,10 @@ def per_head(backward: Backward, given: Arguments, options: Options) -> Results:
     heads = [
         backward(
             Arguments(
-                *(given.dy[..., h, :], x[..., h, :], rstd[..., h].contiguous(), weight[h]),
+                given.dy[..., h, :],
+                x[..., h, :],
+                rstd[..., h].contiguous(),
+                weight[h],
                 dresidual=None if given.dresidual is None else given.dresidual[..., h, :],
                 dw_out=None if given.dw_out is None else given.dw_out[h],
             ),

@@ -237,7 +237,10 @@ class RowServer:
         added = added_to(signature, given)
         names = [DTYPES.get(t.dtype, "") for t in (x, x if columns is None else columns)]
         return table.choose(
-            *(x.numel() // N, N, names[0], names[1]),
+            x.numel() // N,
+            N,
+            names[0],
+            names[1],
             offset=False,
             residual="" if added is None else DTYPES.get(added.dtype, "none"),
             alignment=alignment_of(places),

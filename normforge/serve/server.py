@@ -191,7 +191,10 @@ class Server:
         residual = "" if given.dresidual is None else DTYPES.get(given.dresidual.dtype, "")
         shape = (layout.rows, layout.columns, *names)
         choice = self._best(
-            *(device, shape, options.weight_offset != 0, residual),
+            device,
+            shape,
+            options.weight_offset != 0,
+            residual,
             alignment=alignment,
             weight_alignment=alignment_of(weight_at),
         )

@@ -35,8 +35,14 @@ GOAL = 0.95
 SECONDS = 180.0
 """Deadline of the tests of one mutant. One that is reached counts as caught: they pass in less."""
 _COPIED = (
-    *("generator", "normforge", "templates", "search_spaces"),
-    *("tests", "benchmarks", "examples", "docs"),
+    "generator",
+    "normforge",
+    "templates",
+    "search_spaces",
+    "tests",
+    "benchmarks",
+    "examples",
+    "docs",
 )
 _LINKED = ("generated", ".cache")  # which tests only read, or which is content-addressed
 

@@ -109,10 +109,17 @@ def argument_names(signature: Signature) -> tuple[str, ...]:
     structure in the kernel's source."""
     return (
         *(tensor.name for tensor in signature.leading),
-        *("counters", "zeroed", "scratch", "rows"),
+        "counters",
+        "zeroed",
+        "scratch",
+        "rows",
         *(f"{tensor.name}_stride" for tensor in signature.strided),
         *(f"{tensor.name}_gap" for tensor in signature.early),
-        *("gaps", "columns", "group", "dw_mode", "weight_offset"),
+        "gaps",
+        "columns",
+        "group",
+        "dw_mode",
+        "weight_offset",
         *(tensor.name for tensor in (*signature.behind, *signature.numbers)),
     )
 

@@ -43,9 +43,23 @@ KINDS = {
 
 
 HELPERS = {
-    *("await", "pass", "reset", "add_group", "broadcast", "each_partial", "store_row_of"),
-    *("store_partials", "last_of", "finish_slices", "take_over", "arrive", "look", "team_barrier"),
-    *("fetch", "add_written", "wait"),
+    "await",
+    "pass",
+    "reset",
+    "add_group",
+    "broadcast",
+    "each_partial",
+    "store_row_of",
+    "store_partials",
+    "last_of",
+    "finish_slices",
+    "take_over",
+    "arrive",
+    "look",
+    "team_barrier",
+    "fetch",
+    "add_written",
+    "wait",
 }
 """Functions of the fragments that order memory by calls of primitives."""
 
@@ -92,9 +106,7 @@ def event(name: str, label: str, place: str = "", instruction: int = 0, **more: 
         place = "shared" if "shared" in op else "global" if "global" in parts else ""
     returns = parts[0] != "red"
     full = kind != "wait_group" or ".read" not in op
-    return Event(
-        *(kind, label, place), order=order, scope=scope, returns=returns, full=full, **more
-    )
+    return Event(kind, label, place, order=order, scope=scope, returns=returns, full=full, **more)
 
 
 def bulk_load(label: str, to: str, value: int, barrier: str, source: str = "") -> Event:

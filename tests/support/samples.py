@@ -119,8 +119,28 @@ def opcodes(cubin: bytes, kernel: str = MAIN_KERNEL) -> Counter[int]:
 
 
 WIDTHS = (
-    *(8, 64, 100, 256, 500, 768, 1000, 1001, 1024, 1025, 1536, 2048, 2880, 3072, 4096, 4097, 5120),
-    *(8192, 12288, 16384, 32768, 65536),
+    8,
+    64,
+    100,
+    256,
+    500,
+    768,
+    1000,
+    1001,
+    1024,
+    1025,
+    1536,
+    2048,
+    2880,
+    3072,
+    4096,
+    4097,
+    5120,
+    8192,
+    12288,
+    16384,
+    32768,
+    65536,
 )
 """Row lengths: what models have, what no wide vector divides, and what needs a cluster."""
 

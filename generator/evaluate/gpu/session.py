@@ -146,7 +146,9 @@ class Session:
             checks += ("call options",)
             if not fault and not candidate.nondeterministic:
                 wrong = check_call_options(
-                    *(bench, workload.inputs, signature),
+                    bench,
+                    workload.inputs,
+                    signature,
                     candidate.batch_invariant,
                 )
                 if wrong:

@@ -72,7 +72,9 @@ def sends(name: str, value: int, bulk: str, *before: Event) -> tuple[list[Event]
     """Thread 0 and another one of a CTA that sends its partial dw by the copy engine."""
     barrier = event("cta_barrier", f"{name}'s barrier", name)
     issuer = [
-        *(barrier, *before, bulk_out(bulk, f"{name}'s bulk copy", "sums", f"shared {name}")),
+        barrier,
+        *before,
+        bulk_out(bulk, f"{name}'s bulk copy", "sums", f"shared {name}"),
         event("bulk_wait_written", f"{name}'s wait"),
         event("fence_async_global", f"{name}'s fence after the wait"),
     ]
