@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
 def _interrupted(number: int, frame: object) -> None:
     """End after Ctrl-C where there is nothing to put in order: while modules are imported, or at
     the end."""
-    cursor = b"\x1b[?25h" if os.isatty(2) else b""  # which a live display hides
+    cursor = b"\x1b[?25h" if os.isatty(2) else b""  # a live display hides it
     os.write(2, cursor + b"tune.py: interrupted\n")
     os._exit(128 + number)
 

@@ -104,7 +104,8 @@ def count(module: Path, shapes: str, problems: list[Problem]) -> list[dict[str, 
     if done.returncode or start is None:
         last = (done.stderr or done.stdout).strip().splitlines()[-1:]
         raise NormforgeError(f"ncu failed: {' '.join(last)}")
-    kernels = list(csv.DictReader(io.StringIO("\n".join(lines[start:]))))[1:]  # after the units
+    # The first row has the units.
+    kernels = list(csv.DictReader(io.StringIO("\n".join(lines[start:]))))[1:]
     rows: list[dict[str, Any]] = []
     for kernel in map(read, kernels):
         if "_backward" not in kernel["kernel"] and "sum_partials" not in kernel["kernel"]:

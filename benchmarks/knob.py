@@ -74,7 +74,7 @@ def families(
     names = {each.name for each in space.knobs}
     for record in ranked:
         if record.config.keys() != names:
-            continue  # of another space: what it left open was not measured
+            continue  # it is of another space, whose open knobs were not measured
         family = family_of(space, knob, record.config, problem, target)
         if len(family) > 1 and family not in found:
             found.append(family)

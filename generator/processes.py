@@ -77,7 +77,7 @@ def end_pool(pool: ProcessPoolExecutor) -> None:
     for process in processes:
         process.join(max(0.0, until - time.monotonic()))
     if manager is not None:
-        # Of a result that a process has sent only in part, the thread would wait for the rest, and
+        # If a process has sent only part of a result, the thread would wait for the rest, and
         # Python for the thread, for ever: now that nobody else can send, this is the end of it.
         results._writer.close()
         # Python wakes this thread when it exits, which fails where the thread ends at that moment.

@@ -151,7 +151,7 @@ class _Node(torch.autograd.Function):
             tensor = operation.signature[name]
             if tensor.role == "number":
                 ctx.numbers[name] = float(value)
-            elif value is wide.get(name):  # as it was given, and not a copy
+            elif value is wide.get(name):  # save the argument, and not a copy
                 given = arguments[names.index(name)]
                 kept[name] = given.to(x.dtype) if tensor.role == "rows" else given
             elif tensor.role == "columns":

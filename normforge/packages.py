@@ -200,7 +200,7 @@ class Chosen:
     def _kernels_for(self, gpu: Gpu | None) -> Kernels:
         name = choose(self._packages, gpu, self._wanted, self._warn)
         known = self._by_name.get(name)
-        if known is None:  # without a lock, which a forked child might find taken
+        if known is None:  # no lock, as a forked child might find it taken
             known = self._by_name.setdefault(
                 name, Kernels(self._packages[name].folder, self._operation)
             )
@@ -230,7 +230,7 @@ def _choose(operation: str) -> NormPackage:
         made.gated = "normforge.gated_packages"
     for layer in ("RMSNorm", "LayerNorm"):
         if hasattr(made, layer):
-            getattr(made, layer).__module__ = module  # where pickle finds it
+            getattr(made, layer).__module__ = module  # pickle finds it there
     return made
 
 

@@ -82,7 +82,7 @@ class KernelSpec:
     offset: bool = False
     residual: str = ""
     least: int = 1
-    # Not in the repr: what is identified by it had no such field.
+    # The repr leaves it out: what is identified by that had no such field.
     operation: str = field(default=MAIN_KERNEL, repr=False)
     run_rows: int = field(default=0, repr=False)
     group_rows: int = field(default=0, repr=False)

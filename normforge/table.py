@@ -212,7 +212,7 @@ def _read(
     }  # than some tables
 
     def kernel(data: dict[str, Any]) -> KernelOf[S]:
-        # As by the constructor, which takes 2 ms of an import for a few hundred frozen objects.
+        # This does what the constructor does, which takes 2 ms for a few hundred frozen objects.
         if data["spec"].keys() | newer != names:
             raise ValueError(f"the spec of {data['file']} has other fields")
         spec = object.__new__(spec_of)
@@ -220,7 +220,7 @@ def _read(
         return KernelOf(**{**data, "spec": spec})
 
     try:
-        text = path.read_bytes().decode()  # as read_text, but with the ends of lines as they are
+        text = path.read_bytes().decode()  # unlike read_text, this keeps the ends of lines
         data = json.loads(text)
         if data["format"] == FORMAT:
             if "digest" in data and text != seal(_DIGEST.sub("{\n", text)):

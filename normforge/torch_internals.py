@@ -55,7 +55,7 @@ _SEE_WATCHERS = (
 """True when this PyTorch says who sees operators. If not, a mode may always be there, and every
 call goes to the operators, which then find out by public means."""
 
-# How many modes (a tracer, a fake-tensor mode, selective checkpointing) see every operator.
+# Counts modes that see every operator (a tracer, fake tensors, selective checkpointing).
 _modes_active: Callable[[], int] = _find("_len_torch_dispatch_stack", lambda: 1)
 
 transforms_active: Callable[[], bool] = _find("_are_functorch_transforms_active", lambda: False)
@@ -130,7 +130,7 @@ would be next: no mode, transform, subclass, lazy view or other wrapper is in th
 def without_inference(error: RuntimeError, *given: Any) -> tuple[Any, ...]:
     """Return the values, with copies in the place of tensors that were made in inference mode,
     which autograd cannot save. Raises the error that it gave where there is none."""
-    with torch._C.DisableTorchFunction():  # what sees functions may have raised it
+    with torch._C.DisableTorchFunction():  # a mode that sees functions may have raised it
         found = [isinstance(value, torch.Tensor) and value.is_inference() for value in given]
     if not any(found):
         raise error
@@ -179,7 +179,7 @@ def served_dtype(scale: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | 
 def float_of(eps: Any) -> Any:
     """An eps as operators take it: a number of NumPy or a tensor without dimensions as a float.
     Raises TypeError for what is no number, and for a tensor that wants a gradient."""
-    # Not isinstance: to Dynamo a numpy.float64 is a float, but its graph has a tensor for it.
+    # isinstance would not do: to Dynamo a numpy.float64 is a float, but a tensor in its graph.
     if eps is None or type(eps) in (float, int, bool, torch.SymFloat):
         return eps
     if isinstance(eps, torch.Tensor) and (eps.requires_grad or eps.dim() > 0):

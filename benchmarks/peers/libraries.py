@@ -43,7 +43,7 @@ def _bind_liger(function: Any, in_place: bool) -> Bind:
 def liger_triton(timer: Timer) -> Bind:
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
-    # In place is the default; otherwise it fills dx with zeros first.
+    # Working in place is the default; otherwise Liger fills dx with zeros first.
     return _bind_liger(LigerRMSNormFunction, in_place=True)
 
 

@@ -86,7 +86,7 @@ _replayed: list[Replayed] = []
 
 
 def _start_process(recording: Recording) -> None:
-    torch.set_num_threads(1)  # of the Gaussian process: every core has a search of its own
+    torch.set_num_threads(1)  # for the Gaussian process: every core has its own search
     warnings.simplefilter("ignore", ExperimentalWarning)
     _start(recording)
 

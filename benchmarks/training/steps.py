@@ -92,7 +92,7 @@ class Steps:
         norm = in_ranges(way.norm) if ranges else way.norm
 
         def compiled(function: Any) -> Any:
-            # Without the whole graph, what cannot be compiled would be timed as if it were.
+            # Without fullgraph, code that cannot be compiled would be timed as if it were.
             return torch.compile(function, backend=way.backend or "inductor", fullgraph=True)
 
         model = self._model(norm, compiled if self.case.mode == "blocks" else None)

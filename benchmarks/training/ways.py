@@ -63,7 +63,7 @@ def _liger() -> Way:
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
     def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        # In place, its default: nothing else of the model uses the gradient of a norm's result.
+        # Working in place is its default: nothing else uses the gradient of a norm's result.
         return LigerRMSNormFunction.apply(x, weight, EPS, 0.0, "llama", True)
 
     return Way(norm)

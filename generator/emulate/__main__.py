@@ -77,7 +77,7 @@ def _check(options: argparse.Namespace) -> Check:
     space = load_space(space_file(problem.operation))
     target = find_target(options.gpu)
     fixed = {"strategy": options.strategy, **_settings(options.set)}
-    space.normalize(fixed, problem, target)  # which refuses unknown knobs and values
+    space.normalize(fixed, problem, target)  # this refuses unknown knobs and values
     config = next(space.legal(problem, target, fixed=fixed), None)
     if config is None:
         said = ", ".join(f"{name}={value}" for name, value in fixed.items())

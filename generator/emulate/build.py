@@ -33,7 +33,7 @@ _IN_THE_SOURCE = re.compile(r":\d+: error: ")
 """Matches a compiler's errors about the source. About a full disk and the like, it writes `fatal
 error`, or nothing that has a line number."""
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
-_MOST_STACK_BYTES = 16384  # of the kernel's frame; the emulator's own functions need some, too
+_MOST_STACK_BYTES = 16384  # the kernel's frame; the emulator needs some, too
 
 
 class HostError(NormforgeError):

@@ -73,7 +73,7 @@ def reduced_problem(
     rounds = max(variant["stages"] + 1, 2 * variant.block_batches + 1)
     rows = participants * batch * rounds + rest
     if variant.run_rows:
-        # Where rows are short several chunks: whole groups, and runs behind them.
+        # Short rows take several chunks: whole groups, and runs behind them.
         rows = max(rows, min(2 * CHUNK_ROWS + 300, MOST_ELEMENTS // variant.N))
     return replace(problem, M=min(problem.M, rows))
 

@@ -109,7 +109,7 @@ def _saved(
                 continue
             if tensor.role == "columns":
                 dtype = TORCH_DTYPE[problem.weight_dtype]
-                given = value is shared.get(name)  # without the offset, which kernels add
+                given = value is shared.get(name)  # without the offset: kernels add it
                 found[name] = columns[name] if given else value.to(dtype)
                 continue
             if name not in found:

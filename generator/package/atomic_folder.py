@@ -49,7 +49,7 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
     before that, also in the body."""
     fresh = folder.parent / f".{folder.name}.part"
     try:
-        shutil.rmtree(fresh, ignore_errors=True)  # of a run that was killed here
+        shutil.rmtree(fresh, ignore_errors=True)  # a run that was killed here left it
         fresh.mkdir()
         yield fresh
         for path in [*fresh.rglob("*"), fresh]:

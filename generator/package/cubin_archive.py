@@ -39,11 +39,11 @@ def pack_cubins(cubins: Mapping[str, bytes]) -> tuple[bytes, dict[str, list[int]
         for name, start in starts.items():
             index[name] = [len(archive), len(stream), start, len(group[name])]
         archive += stream
-    return archive + lzma.compress(bytes(2 * BLOCKSIZE)), index  # so a tar ends
+    return archive + lzma.compress(bytes(2 * BLOCKSIZE)), index  # a tar ends with two empty blocks
 
 
 def _header(name: str, cubin: bytes) -> bytes:
-    about = TarInfo(f"{name}.cubin")  # of 1970, whenever it is written
+    about = TarInfo(f"{name}.cubin")  # its date is 1970, whenever it is written
     about.size = len(cubin)
     return about.tobuf()
 

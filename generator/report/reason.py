@@ -30,7 +30,7 @@ def passed_over(study: Study) -> tuple[str, float] | None:
         legal = LegalConfigs(space, study.problem, find_target(study.gpu))
         choice = choose(study.finals, legal.rank, None)
     except (NormforgeError, KeyError, ValueError):
-        return None  # of a space or GPU that is not known here
+        return None  # its space or GPU is not known here
     own = next((result for config, result in study.finals if config == study.winner.config), None)
     if choice is None or own is None:
         return None

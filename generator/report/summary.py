@@ -143,7 +143,7 @@ class Summary:
     @property
     def norm(self) -> str:
         """The layer that the kernels are the backward of, or their operation where it has none."""
-        from generator.operations import operation_of  # which imports PyTorch
+        from generator.operations import operation_of  # this imports PyTorch
 
         front_end = operation_of(self.studies[0].problem).front_end
         return (front_end and front_end.norm) or self.studies[0].problem.operation

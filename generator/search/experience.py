@@ -60,7 +60,7 @@ class Experience:
             for config, time in trials:
                 if time == inf:
                     continue
-                # Where it is of a space with other knobs.
+                # The trial may be of a space with other knobs.
                 with suppress(KeyError, ValueError, NormforgeError):
                     rows.append(self._features(config, problem))
                     logs.append(log(min(time / best, WORST)))

@@ -17,8 +17,8 @@ OVERHEAD_SHARE = 0.05
 """Share of the budget for reduction kinds that are not deterministic, beside their seeds."""
 BASES = 3
 """Configs that are tried with every value that was added to the space since the last search."""
-_DRAWS = 100  # where no config that is known can have such a value
-_MAX_OVERHEAD_SHARE = 0.1  # of a budget that is small for one trial of each such kind
+_DRAWS = 100  # drawn where no known config can have such a value
+_MAX_OVERHEAD_SHARE = 0.1  # for budgets too small for one trial of each kind
 
 
 @dataclass

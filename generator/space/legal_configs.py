@@ -138,7 +138,7 @@ class LegalConfigs:
             conflict = self._conflict(config, key, taken, deterministic)
             if not conflict:
                 return config
-            # In the order of the file: that of a set differs from process to process.
+            # Go in the order of the file: that of a set differs from process to process.
             for name in filter((conflict - fixed).__contains__, self._values):
                 for value in self._values[name]:
                     if value != config[name]:

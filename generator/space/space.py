@@ -236,7 +236,7 @@ class Space:
         """Legal configs, each once: in the order of the file, or in an order drawn by `rng`
         (a random walk of the same tree). `fixed` narrows knobs to one value each. Ends early when
         PATIENCE values were tried since the last legal config."""
-        own = self.fixed_for(problem)  # whether or not a knob has a meaning
+        own = self.fixed_for(problem)  # also for knobs without a meaning here
         fixed = {**(fixed or {}), **own}
         tried = 0
         names = Names(problem, target, True)

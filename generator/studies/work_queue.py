@@ -87,7 +87,7 @@ class SharedQueue(Queue):
                 for lease in self._held:
                     leases.release(connection, lease)
         except sql.exc.SQLAlchemyError:
-            pass  # without the database they end by themselves
+            pass  # leases end by themselves without the database
         self._engine.dispose()
 
     @staticmethod

@@ -108,7 +108,7 @@ def choose(
     of_shape: dict[Problem, list[Stored]] = {}
     own: list[Stored] = []
     for one in stored:
-        if not one.forward:  # which stand behind their backwards
+        if not one.forward:  # forwards stand behind their backwards
             own = of_shape.setdefault(one.problem, [])
         own.append(one)
     wanted = list(of_shape if shapes is None else shapes)
@@ -128,7 +128,7 @@ def check_kernel(
     tuned, kernel = stored.tuned, stored.tuned.kernel
     try:
         candidate = Candidate(kernel.read_cubin(package), kernel.spec)
-        condition = tuned.provenance.get("condition") or FLUSH  # of tables that say none
+        condition = tuned.provenance.get("condition") or FLUSH  # older tables say none
         result = rechecker.check(stored.operation, stored.problem, candidate, condition)
     except (RuntimeError, ProblemError) as error:  # damaged, or what the GPU has no room for
         result = Result("unchecked", note=str(error))

@@ -43,7 +43,7 @@ class Status:
         self._since: dict[str, float] = {}  # when each phase began
         self._said: dict[str, float] = {}  # when it was last said how far it is
         self._done = 0
-        self._shares: dict[int, float] = {}  # of the problems under way
+        self._shares: dict[int, float] = {}  # shares done of the problems under way
         self._waited: set[Problem] = set()
 
     def __enter__(self) -> Status:

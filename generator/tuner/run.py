@@ -94,6 +94,6 @@ def tune(plan: Plan, measurer: MeasuredEvaluator | DevicePool | None, status: St
         emission = emit(plan, found, storage, pool, status, stop) if found else None
         if stop.at_once:  # it came too late to stop anything
             raise KeyboardInterrupt
-    interrupted = interrupted or stop.signal is not None  # also while forwards were chosen
+    interrupted = interrupted or stop.signal is not None  # it may end while forwards are chosen
     unchanged = sum(winner in before for winner in found)
     return Outcome(tuple(winners), emission, interrupted, tasks.failures, unchanged)

@@ -45,7 +45,7 @@ def _fold_before(norm: Node, add_norm: Any) -> bool:
         return False
     if not between & set(x.users):
         place = norm
-    elif not between & {weight, eps}:  # for users of the sum that come before the norm
+    elif not between & {weight, eps}:  # users of the sum may come before the norm
         place = x
     else:
         return False

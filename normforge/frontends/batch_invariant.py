@@ -181,7 +181,7 @@ class BatchInvariantPackage(Package):
         if not isinstance(sms, int) or not 0 <= sms < most:
             raise ValueError(f"the margin must be 0 to {most - 1} SMs, got {sms}")
         self._sm_margin = sms
-        # What is known of calls has launches with the previous margin.
+        # Known calls have launches with the previous margin.
         self._calls = CallCache()
 
     def _launch(self, spec: KernelSpec, rows: int) -> Launch:

@@ -163,7 +163,7 @@ def _may_be_replaced(x: Node, run: list[Node]) -> bool:
     """Return True if the result is laid out as the operator's, and nobody sees the nodes before
     it."""
     rows, result = value_of(x), value_of(run[-1])
-    if type(rows) is not FakeTensor:  # but a DTensor
+    if type(rows) is not FakeTensor:  # it is a DTensor
         return False
     if not are_alike(rows, result) or not is_contiguous(result):
         return False

@@ -75,7 +75,7 @@ def _rms_norm_backward(*given: Any) -> list[Any]:
     whole = _row_splits(x, weight)[0][0]
     return [
         (
-            # What is not wanted is an empty tensor.
+            # Results that are not wanted are empty tensors.
             [
                 rows if need_dx else whole,
                 summed if need_dw and weight is not None else whole,

@@ -67,7 +67,7 @@ def _run(*given: Any) -> tuple[torch.Tensor, ...]:
     dy, x, z, weight, eps, activation, norm_before_gate, package = given
     kind = (activation, norm_before_gate)
     dx, dz, dw = SERVED(package).backward(dy, x, z, weight, eps, kind)
-    # As `_fake` says, whatever the strides of the rows.
+    # Results are contiguous, as `_fake` says, whatever the strides of the rows.
     return dx.contiguous(), dz.contiguous(), x.new_empty(0) if dw is None else dw
 
 

@@ -66,13 +66,13 @@ def gradients(
     if not by_pytorch:
         scale = weight
         if weight is not None and weight.dtype not in (x.dtype, torch.float32):
-            scale = weight.float()  # of rows that a wider residual made wider than their weight
+            scale = weight.float()  # a wider residual made the rows wider than it
         given = Arguments(dy, x, rstd, scale, dresidual if need_dx else None, mean=mean)
         options = options_for(eps, weight_offset, need_dx, need_dw)
         try:
             dx, dw, *_ = backward(given, options)
         except RuntimeError:
-            # With is_grads_batched=True there is no address that a kernel could read.
+            # A batched gradient (is_grads_batched=True) has no address that a kernel could read.
             if not (is_batched(dy) or (dresidual is not None and is_batched(dresidual))):
                 raise
         else:
@@ -156,7 +156,7 @@ def autograd_of(
         if not plain:  # it may be DTensor's, which may have been imported since
             register_sharding(operator)
         if not plain and (transforms_active() or has_tangent(*given)):
-            return formula(*given)  # as these see through PyTorch's operators only
+            return formula(*given)  # they see through PyTorch's operators only
         if _want_gradient(given):
             try:
                 results: tuple[torch.Tensor, ...] = node.apply(*given)

@@ -109,7 +109,7 @@ def route(
         written_out = 0
         if isinstance(operators, Operators):
             written_out = replace_decomposed(each.graph, operators)
-        # Behind it, for its norms have additions, too.
+        # This comes behind it, for its norms have additions, too.
         found = Counts() if written_out_only else route_graph(each.graph, operators)
         found = found._replace(written_out=written_out)
         if any(found):

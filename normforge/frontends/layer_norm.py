@@ -146,7 +146,7 @@ class LayerNormPackage(NormPackage):
     def _forward_for(self, given: tuple[Any, ...]) -> Callable[..., Any]:
         """Return the function that computes y, mean, rstd and the sum of these arguments."""
         plain = all(map(is_plain, given))
-        if not plain and any(map(is_dtensor, given)):  # for which the operators have no rule
+        if not plain and any(map(is_dtensor, given)):  # the operators have no rule for them
             return layer_norm_forward
         if is_dynamo_compiling():
             return self.ops.layer_norm

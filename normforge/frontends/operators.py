@@ -95,7 +95,7 @@ class NormOperators:
             narrow = options.accumulate and dw_out.dtype != torch.float64
             dw_dtype = torch.float32 if narrow else dw_out.dtype
         need_dw = options.need_dw and given.weight is not None
-        # What is compiled would ask at once for the gradient that is refused.
+        # Compiled code would ask at once for the gradient that is refused.
         with torch.no_grad() if is_dynamo_compiling() else nullcontext():
             dx, dw, third = self.backward_operator(
                 given.dy,

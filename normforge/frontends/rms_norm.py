@@ -195,7 +195,7 @@ class Norm:
             return foreign_norm(x, weight, eps, offset, residual)
         if not is_dynamo_compiling() and (transforms_active() or tracing() is not None):
             run, weight = norm_formula, served_dtype(weight, x)
-            if tracing() is None:  # which would keep the questions as if they were constants
+            if tracing() is None:  # a tracer would keep the questions as constants
                 check_forward(x, weight, residual)
         y, _, *stream = run(x, weight, eps, offset, residual)
         return (y, *stream) if stream else y

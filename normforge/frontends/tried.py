@@ -61,7 +61,7 @@ def rows_to_try(width: int) -> list[torch.Tensor]:
 
 def with_parameters(module: Any, parameters: Parameters) -> Callable[..., Any]:
     """The forward of a module that had these parameters."""
-    # Without hooks and parameters, and without a call of __new__: that of FSDP makes a new module.
+    # The copy has no hooks or parameters, and calls no __new__: FSDP's makes a new module.
     alike = object.__new__(type(module))
     alike.__dict__ |= vars(module)
     alike.__dict__["_parameters"] = dict(parameters)
@@ -138,7 +138,7 @@ def formula_of(module: Any) -> str | None:
     fitting, untried = ["torch", "gemma"], False
     for x in rows_to_try(width):
         found = try_training(module, scales, x)
-        untried |= found is None  # which may be because it takes four dimensions for an image's
+        untried |= found is None  # it may take four dimensions for an image's
         for formula in list(fitting if found is not None else ()):
             offset = float(formula == "gemma")
 

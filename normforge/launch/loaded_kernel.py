@@ -98,7 +98,7 @@ class LoadedKernel:
         attributes = [cluster_attribute(spec.cluster)]
         config = configure(spec.cluster, spec.threads, spec.smem_bytes, 0, attributes)
         status, room = cuda_driver().cuOccupancyMaxActiveClusters(main, config)
-        if status == 0 and 0 < room < spec.participants:  # without any, the launch says why
+        if status == 0 and 0 < room < spec.participants:  # with no room at all, the launch says why
             warn(
                 f"{spec.name} runs {spec.participants} clusters of {spec.cluster} CTAs, and this "
                 f"GPU has room for {room} at once: right but slow here, tune for this very GPU"

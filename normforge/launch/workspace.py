@@ -165,7 +165,7 @@ class StreamWorkspace:
         with during_capture(_NAME):
             old, self.scratch, self.scratch_words = self.scratch, 0, 0
             if old:
-                # In stream order: kernels launched before still use it, and none after.
+                # Free it in stream order: kernels launched before still use it, and none after.
                 checked(driver.cuMemFreeAsync(old, self._stream), "freeing", _NAME)
             size = words * 4
             block = _allocated(lambda: driver.cuMemAllocAsync(size, self._stream), size)

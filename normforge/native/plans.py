@@ -105,7 +105,7 @@ class Plans:
         if current_device() != device:
             return None
         stream = raw_stream(device)
-        known = (kind, device, stream, *signature)  # as _Key, which takes longer to make
+        known = (kind, device, stream, *signature)  # a plain tuple, as a _Key takes longer to make
         if known in self._seen or len(self._seen) >= _MOST_PLANS:
             return None
         if stream == PER_THREAD or is_capturing():

@@ -47,7 +47,7 @@ Call = Callable[..., Results]
 
 QuickCall = Callable[..., "Results | None"]
 """Takes dy, x, rstd, weight and, when the signature has it, mean; None: not served."""
-_DONE = (0,)  # what a driver call returns: CUDA_SUCCESS
+_DONE = (0,)  # a driver call returned CUDA_SUCCESS
 
 
 def formula(options: Options) -> Call:
@@ -174,7 +174,7 @@ class KernelCall:
         run(stream, addresses, () if mean is None else (mean.data_ptr(),))
         for out in (dx_out, dw_out):
             if out is not None and not out.is_inference():
-                torch.autograd.graph.increment_version(out)  # as every write in place does
+                torch.autograd.graph.increment_version(out)  # every write in place has to do that
         return (dx, dw, dx if third is None else third) if self.with_third else (dx, dw)
 
     def bind(self, stream: int) -> Binding:
@@ -258,7 +258,7 @@ def _quick_call(slow: KernelCall) -> QuickCall:
                 ):
                     return dx, dw
         # fmt: on
-        return slow(dy, x, rstd, weight, mean=mean)  # with another workspace, or to raise the error
+        return slow(dy, x, rstd, weight, mean=mean)  # take another workspace, or raise the error
 
     call.slow = slow  # type: ignore[attr-defined]
     return call

@@ -117,7 +117,7 @@ class Recorder:
                 )
             if self._finalizer is None:
                 self._start()
-        except Exception:  # of a tensor that is none, or of a process that ends
+        except Exception:  # x may be no tensor, or the process ends
             pass
 
     def _start(self) -> None:
@@ -187,7 +187,7 @@ class Recorder:
             self._said.add(sentence)
             try:
                 warnings.warn(sentence, stacklevel=2)
-            except Warning:  # which the program has made an error
+            except Warning:  # the program has made warnings errors
                 print(sentence, file=sys.stderr)
 
 
@@ -211,7 +211,7 @@ def _called(kind: _Kind) -> tuple[Called, int] | None:
     weight_dtype, heads = (dtype, 1) if weight is None else (DTYPES.get(weight[0], ""), weight[1])
     if weight_dtype not in (dtype, "fp32"):
         return None
-    # Of any other dtype it is added outside of the kernel.
+    # A dresidual of any other dtype is added outside of the kernel.
     residual = DTYPES.get(added, "")
     residual = residual if residual in (dtype, "fp32") else ""
     rows = shape.numel() // shape[-1] // heads  # a call for each head
@@ -257,7 +257,7 @@ def _before_fork() -> None:
 
 def _after_fork() -> None:
     if _Fork.with_cuda:
-        _sources.clear()  # what they ask has locks, and they count no more
+        _sources.clear()  # their objects have locks, and they count no more
     if (recorder := collecting.recorder) is not None:
         recorder._begin()
         recorder._seen = Counter(dict(_totals()))
@@ -282,7 +282,7 @@ def collect(path: str | os.PathLike[str] | None = None) -> Recorder:
         return former
     collecting.recorder = recorder = Recorder(file)
     if former is not None:
-        with recorder._writing:  # what is counted elsewhere goes to one of the two files
+        with recorder._writing:  # counts from elsewhere go to one of the two files
             former.stop()
             recorder._seen = former._seen
     return recorder

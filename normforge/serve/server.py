@@ -112,7 +112,7 @@ class Server:
             if not fits:
                 raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
         present = [tensor for tensor in tensors if tensor is not None]
-        over_dy = None  # without a dx_out
+        over_dy = None  # there is no dx_out
         if given.dx_out is not None:
             check_dx_out(given, options)
             check_overlap(given)

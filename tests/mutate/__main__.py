@@ -44,7 +44,7 @@ _COPIED = (
     "examples",
     "docs",
 )
-_LINKED = ("generated", ".cache")  # which tests only read, or which is content-addressed
+_LINKED = ("generated", ".cache")  # tests only read it, or it is content-addressed
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def run_tests(root: Path, tests: Sequence[str], seconds: float) -> tuple[str, st
         ended, status = os.waitpid(child, os.WNOHANG)
         time.sleep(0.02)
     with suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)  # what the tests have left behind goes, too
+        os.killpg(child, signal.SIGKILL)  # processes that the tests have left behind end, too
     if not ended:
         os.waitpid(child, 0)
         return "timeout", f"no end within {seconds:.0f} s"

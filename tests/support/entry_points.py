@@ -273,7 +273,7 @@ def uninstall_while_it_waits(one: Any, another: Any, work: Callable[[], None]) -
     for _ in range(UNINSTALLS):
         one.install()
         thread = threading.Thread(target=work)
-        sys.setswitchinterval(100)  # who runs goes on until it waits
+        sys.setswitchinterval(100)  # a running thread goes on until it waits
         try:
             thread.start()
             until = time.monotonic() + 0.02
@@ -281,7 +281,7 @@ def uninstall_while_it_waits(one: Any, another: Any, work: Callable[[], None]) -
                 pass
         finally:
             one.uninstall()
-            another.install()  # in the memory that the former kernel would leave
+            another.install()  # it takes the memory that the former kernel would leave
             sys.setswitchinterval(interval)
         thread.join()
         another.uninstall()

@@ -39,7 +39,7 @@ GPU_FAULTS = (
     "sticky",  # an illegal access: the context is lost
     "hang",
     "refused",
-    "memory",  # none left for it the first time
+    "memory",  # there is none left the first time
 )
 OUTCOME = {
     "compile_error": "compile_error",

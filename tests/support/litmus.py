@@ -48,7 +48,7 @@ class Event:
 class Thread:
     events: tuple[Event, ...]
     cta: str
-    cluster: str = ""  # where it is none, the CTA is one of its own
+    cluster: str = ""  # "": the CTA is a cluster of its own
     launch: int = 0  # on one stream: a launch begins after the end of the one before
 
 

@@ -21,7 +21,7 @@ class Node:
     cta: str
     cluster: str
     launch: int
-    half: str = ""  # of a barrier, which is two nodes: its arrival and its wait
+    half: str = ""  # a barrier is two nodes: its arrival and its wait
 
     @property
     def cta_of_launch(self) -> tuple[str, int]:
@@ -71,7 +71,7 @@ class Graph:
     def __init__(self, program: Program) -> None:
         self.nodes: list[Node] = []
         self.program_order: Pairs = set()
-        # What holds in base causality whatever is read. For `issued`, see base_causality.
+        # This holds in base causality whatever is read. For `issued`, see base_causality.
         self.order: Pairs = set()
         self.issued: list[tuple[int, list[int]]] = []  # a node, those of the operation it starts
         threads = 0
@@ -130,7 +130,7 @@ class Graph:
 
     def _order_launches_and_barriers(self) -> None:
         seen: dict[tuple[int, str, str], int] = {}
-        times = []  # of a barrier: the how many-th use by its thread
+        times = []  # the place of each use of a barrier among those of its thread
         for node in self.nodes:
             use = (node.thread, node.event.place, node.half)
             seen[use] = seen.get(use, 0) + 1

@@ -70,7 +70,7 @@ class Machine(FakeDriver):
         self.errors: set[str] = set()
         self.refuse_native = 0  # launches
         self.full = self.idle = False  # no memory is left; native kernels do nothing
-        self.square_rstd = False  # in fp32, as the kernels do, which may be too large
+        self.square_rstd = False  # the kernels do it in fp32, which may overflow
         self.allocated: dict[int, tuple[int, int]] = {}
         self.between: Callable[[], None] = lambda: None
         self.local = threading.local()

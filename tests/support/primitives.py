@@ -163,7 +163,7 @@ def calls(fragment: str, function: str = "", text: str = "") -> list[str]:
     if function:
         found = list(re.finditer(rf"DEVICE [^;{{}}]*\b{function}\(", source))
         assert found, f"{fragment}.cuh has no function {function}"
-        start = found[-1]  # of several, that for the newest architectures
+        start = found[-1]  # the last one is for the newest architectures
         source = source[source.index("{", source.index(")", start.end())) :]
         depth = 0
         for end, character in enumerate(source):

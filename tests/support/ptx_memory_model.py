@@ -179,7 +179,7 @@ class Model(Graph):
                 rivals = (s for s, v in chosen.items() if v == w)
                 if (w, r) in hopeless or any(self.excludes(r, s, w) for s in rivals):
                     continue
-                made = w  # by RMWs: of what this one may have written itself
+                made = w  # RMWs may have made it of what this one wrote
                 while made in chosen and made != r:
                     made = chosen[made]
                 if made != r:

@@ -62,7 +62,7 @@ def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, form: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return y (M, N) and rstd (M,) of rows on the CPU. form: of TILE_FORMS."""
-    # In float64 and rounded again, which is one rounding: PyTorch's own root in fp32 is not exact.
+    # float64 rounded to fp32 is one rounding: PyTorch's own root in fp32 is not exact.
     reciprocal = torch.tensor(1 / x.shape[1]).float()
     mean = fused(reciprocal, sum_of_squares(x, form), torch.tensor(eps))
     rstd = (1 / mean.double().sqrt().float().double()).float()

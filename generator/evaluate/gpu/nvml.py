@@ -53,7 +53,7 @@ class DeviceMonitor:
         seen = {process.pid for process in running}
         others = sorted(seen - set(own))
         if not seen & set(own):
-            # In a container NVML speaks of the host's process ids: only their number helps.
+            # In a container, NVML gives the host's process ids: only their number helps.
             count = len(seen) - len(own)
             return [f"{count} other processes on the GPU"] if count > 0 else []
         return [f"other processes on the GPU (pid {', '.join(map(str, others))})"] if others else []

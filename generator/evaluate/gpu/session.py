@@ -162,7 +162,7 @@ class Session:
     def _recheck(self, workload: Workload, job: Job) -> Answer:
         bench = workload.bench(job.candidates[0])
         result = _accuracy_result(check_accuracy(bench, workload.inputs, workload.expected))
-        if result.outcome == "ok":  # what a wrong one left may make another launch wait
+        if result.outcome == "ok":  # a wrong kernel's leftovers may make another launch wait
             bits = bits_of(workload.operation, bench, workload.inputs)
             result = replace(result, extra={"bits": bits})
         return Answer(result)

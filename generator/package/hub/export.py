@@ -71,7 +71,7 @@ def _write_build(build: Path, package: Path) -> None:
     """The importable part, without its metadata. Raises OSError, ValueError."""
     copy_kernels(package, build)
     add_library(build)
-    for name in ("pyproject.toml", "LICENSE", "py.typed"):  # for pip, which does not see this one
+    for name in ("pyproject.toml", "LICENSE", "py.typed"):  # pip does not see this folder
         (build / name).unlink()
     shutil.copyfile(Path(__file__).with_name("bindings.py"), build / _BINDINGS)
     with (build / "__init__.py").open("a", encoding="utf-8") as init:
