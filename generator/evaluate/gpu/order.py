@@ -16,7 +16,7 @@ DRAWS = 32
 """Orders of which the most balanced one is taken."""
 
 Orders = list[list[int]]
-"""For each round, the operation in each place."""
+"""The operation in each place, for each round."""
 
 
 def balanced_orders(count: int, rounds: int, seed: int = 0) -> Orders:
