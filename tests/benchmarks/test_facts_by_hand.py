@@ -109,7 +109,7 @@ def test_load_hints_by_pipeline(folder: Path) -> None:
 
 
 def test_peers_near_the_floor(folder: Path) -> None:
-    """At one shape of the 47 in reach: 11 of 10 µs; at the others 20."""
+    """A peer is in reach at one shape of 47, with 11 of 10 µs; at the others it takes 20."""
     from generator.problem import load_problems
 
     shapes = [str(problem) for problem in load_problems("compare")]

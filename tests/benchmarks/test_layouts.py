@@ -143,7 +143,7 @@ def measured(
     sizes: tuple[int, ...] = (4, 8),
     until: float = float("inf"),
 ) -> dict[str, Any]:
-    """What a run on a fake GPU writes."""
+    """Return what a run on a fake GPU writes."""
     out = tmp_path / "out.json"
     columns = {columns for each in BRACKETS.values() for columns in each}
     args = Namespace(
@@ -224,7 +224,7 @@ def test_committed_result_is_what_the_benchmark_writes(
 
 
 def shown(layout: Layout) -> str:
-    """As the results have it, which are older than layouts with clusters."""
+    """Return a layout in the form of the results, which are older than layouts with clusters."""
     return str(layout).replace(", cluster=1, spare_sms=0", "")
 
 

@@ -1,5 +1,5 @@
-"""What the pages say about files made by hand: every expected number is worked out beside it, and
-none by the code that it judges."""
+"""The pages describe files made by hand: every expected number is worked out beside it, and none by
+the code that it judges."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def cells(page: str, row: str) -> list[str]:
-    """Of the one line of a table that begins so."""
+    """Return the cells of the one line of a table that begins so."""
     (line,) = [line for line in page.splitlines() if line.startswith(f"| {row}")]
     return [cell.strip() for cell in line.strip("| ").split("|")][1:]
 
@@ -66,7 +66,7 @@ def h100(folder: Path) -> None:
 
 
 def test_a_peer_is_faster_wherever_it_takes_less(folder: Path) -> None:
-    """Also where it is faster by less than one percent."""
+    """It counts also where it is faster by less than one percent."""
     h100(folder)
     page = comparison.on_h100()
     assert cells(page, "cuDNN best plan") == ["2.43", "1.21", f"0.90, {A}", "2"]
@@ -238,7 +238,7 @@ def test_untuned_shapes_have_the_mean_and_the_range(folder: Path) -> None:
 
 
 def test_ratios_of_host_times_are_those_of_the_passes(folder: Path) -> None:
-    """Not the quotient of the two columns."""
+    """They are not the quotients of the two columns."""
     times = {"rmsnorm_backward": 8.0, "rmsnorm_backward, native": 5.0, "aten op": 10.0}
     ratios = {"rmsnorm_backward / aten op": 0.9, "rmsnorm_backward, native / aten op": 0.4}
     write(folder, "host_time_h200", {"whole calls": times, "ratios": ratios})

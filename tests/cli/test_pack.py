@@ -82,7 +82,7 @@ def test_studies_that_a_run_writes_are_not_packed(journal: Path) -> None:
 
 
 def test_a_journal_does_not_replace_newer_studies(journal: Path) -> None:
-    """As after a `git pull`, where an earlier run has unpacked older ones."""
+    """After a `git pull`, an earlier run may have unpacked older studies."""
     packed = journal.parent / PACKED
     packed.write_bytes(b"newer")
     os.utime(journal, (0, 0))

@@ -36,7 +36,7 @@ from tests.support.patience import patience
 from tests.support.samples import DETERMINISTIC, REDUCTION, plain_variant, sample_variant
 
 SEED = int(os.environ.get("NORMFORGE_EMULATE_SEED", "2026"))
-"""Of the sampled variants; every test id shows it."""
+"""The seed of the sampled variants; every test id shows it."""
 ROOT = REPOSITORY
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
@@ -114,7 +114,8 @@ def test_same_seed_gives_the_same_schedule(target: Target) -> None:
     ],
 )
 def test_mailbox_has_the_bits_of_column_slices(shape: str, teams: int, target: Target) -> None:
-    """The same adds in the same order, whatever travels: zeros and padding, NaN and infinity."""
+    """Both add the same in the same order, whatever travels: zeros and padding, NaN and
+    infinity."""
     problem = Problem.parse(shape)
     tuned = replace(problem, M=1 << 16)
     sampled = sample_variant(
@@ -175,7 +176,7 @@ SHORT_TEAMS = {"threads_per_row": 8, "rows_per_cta": 8}
 def test_early_arrival_changes_no_bits(
     shape: str, knobs: dict[str, int | str], pipeline: str, target: Target
 ) -> None:
-    """Whether or not all CTAs are there at once, and whatever the call asks for."""
+    """Bits stay whether or not all CTAs are there at once, and whatever the call asks for."""
     problem = Problem.parse(shape)
     inputs = make_cancelling(problem, make_inputs(problem, CPU))
     knobs = {**REDUCTION["mailbox"], **knobs, "pipeline": pipeline}
@@ -269,7 +270,8 @@ def test_the_samples_cover_the_space() -> None:
 
 
 def check_rows(variant: Variant, source: str, problem: Problem, schedules: int) -> Check:
-    """At addresses and strides that are multiples of the variant's vector and of nothing wider."""
+    """Check rows at addresses and strides that are multiples of the variant's vector and of nothing
+    wider."""
     spec, launch = small_launch(variant, problem.M)
     unit = variant["vector_bytes"] // problem.itemsize
     layout = Layout((unit, 3 * unit, 2 * unit), variant["vector_bytes"])
@@ -351,7 +353,7 @@ def test_wrong_parts_of_long_rows_are_found_out(
 
 
 def test_rows_below_the_least_are_found_out(target: Target) -> None:
-    """Why nobody may hand a fallback kernel shorter rows than its least: it does not look."""
+    """Nobody may hand a fallback kernel rows shorter than its least, because it does not look."""
     problem = Problem.parse("21x512:bf16")
     for variant in fallback_variants(target, [("bf16", "bf16")]):
         if (variant.N, variant.least, variant["vector_bytes"]) == (1536, 1025, 16):

@@ -30,7 +30,7 @@ from generator.target import Target
 from tests.support.samples import REDUCTION, plain_variant
 
 SEED = int(os.environ.get("NORMFORGE_EMULATE_SEED", "2026"))
-"""Of the sampled variants; every test id shows it."""
+"""The seed of the sampled variants; every test id shows it."""
 ROOT = REPOSITORY
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")

@@ -386,8 +386,8 @@ def test_unmutated_kernel_passes_the_same_schedules(name: str, target: Target) -
 def test_no_word_is_taken_for_arrived_by_the_ledger(
     shape: str, arrival: str, target: Target
 ) -> None:
-    """Who sees that all have started need not wait until all have arrived: words are then asked for
-    while they are on their way."""
+    """A CTA that sees that all have started need not wait until all have arrived: words are then
+    asked for while they are on their way."""
     mutation = Mutation("mailbox", "", "", "", {"arrival": arrival}, shape)
     variant = make(mutation, target)
     source = render(variant)
@@ -446,7 +446,7 @@ def test_any_number_of_resident_ctas_is_enough(reduction: str, shape: str, targe
 def test_slices_may_be_handed_over_at_any_time(
     reduction: str, knobs: dict[str, int | str], target: Target
 ) -> None:
-    """Also when all have started, and at the moment of the last arrival."""
+    """It may be when all have started, and at the moment of the last arrival."""
     for slice_columns in (16, 128):
         mutation = Mutation(reduction, "", "", "", {"slice_columns": slice_columns, **knobs})
         variant = make(mutation, target)

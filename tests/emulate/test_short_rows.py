@@ -22,7 +22,7 @@ from tests.support.emulator import WITHOUT_DW, WITHOUT_DX
 from tests.support.samples import DETERMINISTIC, REDUCTION, plain_variant, sample_variant
 
 SEED = int(os.environ.get("NORMFORGE_EMULATE_SEED", "2026"))
-"""Of the sampled variants; every test id shows it."""
+"""The seed of the sampled variants; every test id shows it."""
 ROOT = REPOSITORY
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
