@@ -1,4 +1,5 @@
-"""What the cache flush asks of the driver. What it does to a cache: tests/evaluate/test_gpu.py."""
+"""The cache flush's requests to the driver. Its effect on a cache is in
+tests/evaluate/test_gpu.py."""
 
 # ruff: noqa: N802 (the fake driver has the names of the real one)
 

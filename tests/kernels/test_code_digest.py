@@ -46,7 +46,7 @@ STRATEGIES = [
 
 
 def variants() -> list[Variant]:
-    """One of every strategy and pipeline."""
+    """Return a variant of every strategy and pipeline."""
     found = {}
     for strategy in STRATEGIES:
         for pipeline in ("bulk", "direct", "async"):
@@ -58,7 +58,7 @@ def variants() -> list[Variant]:
 
 
 def digests() -> list[str]:
-    """Of all variants, from the templates that are there now."""
+    """Return the digests of all variants, from the templates that are there now."""
     render._file.cache_clear()
     render._fragment.cache_clear()
     render.environment.cache_clear()
@@ -177,8 +177,8 @@ def committed() -> list[dict[str, Any]]:
 def test_committed_studies_are_of_todays_code(
     committed: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of every hundredth trial and every winner: a change that this test does not pass measures
-    300 shapes again."""
+    """Every hundredth trial and every winner is checked: a change that this test does not pass
+    measures 300 shapes again."""
     monkeypatch.setattr(module, "nvrtc_version", lambda: "13.0")  # that measured them
     monkeypatch.setattr(module, "_digests", {})
     neutral = {name: facts.neutral for name, facts in KNOBS.items() if facts.neutral is not None}

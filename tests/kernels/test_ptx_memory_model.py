@@ -238,7 +238,7 @@ ALLOWED: dict[str, tuple[Program, Callable[[Outcome], bool]]] = {
 
 
 def sent() -> Event:
-    """What the copy engine reads of `shared x` goes to `y`."""
+    """Return the event of the copy engine that reads `shared x` and writes `y`."""
     read = Event("read", "source", "shared x", proxy="async")
     write = Event("write", "y=copy", "y", plus=("source",), proxy="async")
     return Event("async", "copy", parts=(read, write))

@@ -41,7 +41,8 @@ def instructions(ptx: str) -> list[tuple[str, list[str]]]:
 
 
 def evaluated(ptx: str, elements: list[torch.Tensor]) -> torch.Tensor:
-    """What a thread sends to others first: its sum of a tile, of the elements that it loads."""
+    """Return what a thread sends to others first: its sum of a tile, of the elements that it
+    loads."""
     values: dict[str, torch.Tensor] = {}
     words: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # two elements of 16 bits
     left = list(elements)

@@ -42,7 +42,7 @@ needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="needs a C++
 
 @pytest.fixture(autouse=True)
 def forget(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a test registers is gone behind it."""
+    """Forget behind each test what it registers."""
     monkeypatch.setenv(own.OWN_OPERATIONS, "")
     render._file.cache_clear()  # by the names of operations, of which a test has several versions
     render.environment.cache_clear()

@@ -79,7 +79,7 @@ def test_what_no_row_kernel_can_have_is_one_sentence(name: str) -> None:
 
 
 def test_no_tensor_has_the_name_of_another_argument() -> None:
-    """Of those that the structure of every kernel has."""
+    """Other arguments are those that the structure of every kernel has."""
     others = ("counters", "zeroed", "scratch", "rows", "gaps", "columns", "group")
     for name in (*others, "dw_mode", "weight_offset"):
         with pytest.raises(ValueError, match=f"cannot be called '{name}'"):
