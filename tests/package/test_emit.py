@@ -1,4 +1,4 @@
-"""What an emitted package holds, what is kept from the one before, and what is refused."""
+"""An emitted package: its files, what is kept from the one before, and what is refused."""
 
 from __future__ import annotations
 
@@ -428,7 +428,7 @@ def test_names_in_a_foreign_table_do_not_become_code(
 
 
 def test_a_winner_without_a_record_of_its_bits_gets_one(package: Path) -> None:
-    """And one with a record keeps it, with its date."""
+    """A winner with a record keeps it, with its date."""
     known = entry("4096x1024:bf16")
 
     def recorded(**facts: str) -> dict[str, str]:

@@ -33,7 +33,7 @@ BINDINGS = "runtime/launch/cuda_api.py"
 
 
 class LlamaNorm(torch.nn.Module):
-    """As model files have it."""
+    """The norm of model files."""
 
     def __init__(self, width: int, eps: float = 1e-5) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class LlamaNorm(torch.nn.Module):
 
 
 class OtherNorm(LlamaNorm):
-    """The same with the other name of eps."""
+    """The norm with the other name of eps."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width)

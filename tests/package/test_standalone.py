@@ -31,7 +31,7 @@ from tests.support.wheels import wheel_of
 
 
 def run(program: str, *paths: Path, **environment: str) -> str:
-    """What a program prints that finds modules in some folders, and the library nowhere."""
+    """Return what a program prints that finds modules in some folders, and the library nowhere."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", program],
         cwd=paths[0],
@@ -182,7 +182,7 @@ print("done")
 def test_batch_invariant_norms_are_those_of_the_package_beside_it(
     tmp_path: Path, names: tuple[str, str]
 ) -> None:
-    """In one folder, or installed under names with the same beginning."""
+    """They lie in one folder, or are installed under names with the same beginning."""
     name, prefix = names
     plain = f"{prefix}rmsnorm_backward" if prefix else name
     for operation, module in (

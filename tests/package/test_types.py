@@ -1,4 +1,4 @@
-"""What type checkers, `inspect` and `dir` see of the library."""
+"""Type checkers, `inspect` and `dir` look at the library."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.patience import patience
     ],
 )
 def test_names_have_types_and_other_names_are_refused(checker: str, options: list[str]) -> None:
-    """By what tests/support/typed_use.py says."""
+    """tests/support/typed_use.py says which."""
     pytest.importorskip(checker)
     command = [sys.executable, "-m", checker, *options, "tests/support/typed_use.py"]
     done = subprocess.run(

@@ -363,7 +363,7 @@ def test_a_value_on_the_edge_of_a_shade_belongs_to_it(value: float, index: int) 
 def test_damage_of_packed_studies_names_the_packed_file(
     folder: Path, tmp_path: Path, damage: str
 ) -> None:
-    """Not the file that it is unpacked to, which is gone by then."""
+    """The file that it is unpacked to is gone by then."""
     content = (folder / JOURNAL_NAME).read_bytes()
     if damage == "record":
         content = b"}garbage{\n" + content

@@ -1,4 +1,4 @@
-"""Which shapes the report lists because their winners are behind those of their neighbours."""
+"""The shapes that the report lists because their winners are behind those of their neighbours."""
 
 from __future__ import annotations
 
