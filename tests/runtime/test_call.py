@@ -37,12 +37,12 @@ from tests.support.fake_driver import (
 
 
 def ways(*names: str) -> pytest.MarkDecorator:
-    """Of the four ways to make a call, those that are not the same one for a test."""
+    """Parametrize by those of the four ways to make a call that differ for a test."""
     return pytest.mark.parametrize("calls", names, indirect=True)
 
 
 of_any_norm = ways("any", "quick")
-"""What a mean changes nothing of: it is one more address."""
+"""Ways on which a mean changes nothing: it is one more address."""
 never_quick = ways("any", "any with mean")
 """Calls that no quick call is made for."""
 always_quick = ways("quick", "quick with mean")
@@ -297,7 +297,7 @@ def test_call_for_another_device_than_the_current_one(
 
 @of_any_norm
 def test_binding_of_another_thread_is_not_taken(calls: Calls) -> None:
-    """Of one that made a call of the same signature before, with the arguments of its own."""
+    """Another thread has made a call of the same signature before, with arguments of its own."""
     calls.device.stream = PER_THREAD
     first = in_another_thread(calls)
     second = calls()

@@ -29,7 +29,7 @@ KERNELS = {
 
 
 def refused(package: Path, name: str = "rows_n64") -> str:
-    """Why a kernel cannot be read."""
+    """Return why a kernel cannot be read."""
     with pytest.raises(RuntimeError, match=r"cannot read .* install the package again") as caught:
         read_cubin(package, name, digest_of(KERNELS["rows_n64"]))
     return str(caught.value)

@@ -107,7 +107,7 @@ def test_second_package_is_refused_while_one_is_installed(
 def test_package_that_is_loaded_again_takes_the_place_of_its_former_self(
     aten: list[str], tmp_path: Path
 ) -> None:
-    """As importlib.reload does, which leaves nobody who could uninstall the former one."""
+    """importlib.reload does that, and leaves nobody who could uninstall the former one."""
     norm, wanted = torch.nn.RMSNorm(16), ["forward", "backward"]
 
     def load() -> Installation:

@@ -1,4 +1,4 @@
-"""What the driver is given, and when."""
+"""The driver's arguments, and when it gets them."""
 
 from __future__ import annotations
 

@@ -213,7 +213,7 @@ def train_once(norm: Any) -> list[torch.Tensor]:
 
 
 class Served:
-    """What a package was asked for, and whether it served."""
+    """Watches what a package is asked for, and whether it serves."""
 
     def __init__(self, package: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple[bool, bool, bool]] = []

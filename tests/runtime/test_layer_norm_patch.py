@@ -33,7 +33,7 @@ def rms_package(tmp_path_factory: pytest.TempPathFactory) -> Package:
 
 
 class WideLayerNorm(nn.LayerNorm):
-    """As models have it that keep their norms in fp32."""
+    """The norm of models that keep their norms in fp32."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x.float()).type_as(x)

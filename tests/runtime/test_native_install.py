@@ -49,7 +49,7 @@ def by_aten(dy: Any, x: Any, rstd: Any, weight: Any, mask: Any = (True, True)) -
 
 
 def installation_of(package: Package) -> Installation:
-    """Of CPU tensors, native if the package is."""
+    """Return the installation for CPU tensors, native if the package is."""
     found = routing_on_cpu(package)
     if package._native.take is not None:
         found.use_native(package._native.take)
@@ -109,7 +109,7 @@ def test_training_step_needs_no_python(
 
 
 TAKEN_APART = {"dy a subclass": 2, "dy negative": 1}
-"""What PyTorch makes plain calls of before they get here, and how many."""
+"""Calls that PyTorch makes plain before they get here, and how many."""
 
 
 @pytest.mark.filterwarnings("ignore:nothing like")

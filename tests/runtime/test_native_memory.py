@@ -379,7 +379,7 @@ def test_entry_points_teach_each_other(machine: Machine, make: Any) -> None:
 
 
 def test_results_in_deterministic_mode_are_not_filled(machine: Machine, make: Any) -> None:
-    """What Python allocates is not either; a kernel writes all of it."""
+    """Python does not fill its results either; a kernel writes all of them."""
     package = make()
     learned(package)
     machine.idle = True

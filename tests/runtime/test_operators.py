@@ -122,7 +122,8 @@ def plain_call() -> tuple[torch.Tensor, ...]:
 
 
 def test_inductor_runs_the_operator(package: Package, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one test here that compiles code. Inductor is stricter where the environment has CI."""
+    """This is the one test here that compiles code. Inductor is stricter where the environment has
+    CI."""
     monkeypatch.setenv("CI", "true")
     norm = package.RMSNorm(16)
     x = leaf(4, 16)
@@ -268,7 +269,7 @@ print("done")
 
 
 def test_forked_child_works_after_import(tmp_path: Path) -> None:
-    """In a process that has computed nothing: PyTorch's threads do not survive a fork."""
+    """The process has computed nothing: PyTorch's threads do not survive a fork."""
     script = FORKED.format(root=REPOSITORY, folder=tmp_path, patience=patience(60))
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", script],

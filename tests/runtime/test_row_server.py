@@ -119,7 +119,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 @pytest.fixture
 def serve(driver: Device, device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What serves calls by a kernel for CPU tensors, its outputs, or why there is none."""
+    """Return what serves calls by a kernel for CPU tensors, its outputs, or why there is none."""
     monkeypatch.setitem(OPERATIONS, "blend", BLEND)
     monkeypatch.setattr(module, "current_device", lambda: 0)
     monkeypatch.setattr(module, "raw_stream", lambda index: device.here())
@@ -239,7 +239,7 @@ def test_a_captured_call_has_memory_of_its_own(
     serve: Any, driver: Device, device: FakeDevice, monkeypatch: pytest.MonkeyPatch,
     default: torch.dtype,
 ) -> None:  # fmt: skip
-    """Of fp32 words, whatever PyTorch's default is."""
+    """The words are fp32, whatever PyTorch's default is."""
     made: list[torch.Tensor] = []
 
     def empty(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:

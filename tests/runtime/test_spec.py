@@ -40,7 +40,7 @@ def test_a_grid_is_what_the_rows_need_and_no_more_than_is_resident(
 def test_a_grid_that_waits_for_nobody_is_what_the_rows_need(
     M: int, needed: int, cluster: int
 ) -> None:
-    """And it has no memory between its CTAs."""
+    """It has no memory between its CTAs."""
     spec = replace(TEN, strategy="none", sms=UNBOUNDED, cluster=cluster)
     launch = plan_launch(spec, M)
     assert (launch.grid, launch.participants) == (needed * cluster, needed)

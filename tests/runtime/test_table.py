@@ -1,4 +1,4 @@
-"""Which kernel the table of a package chooses."""
+"""The choices of a package's table."""
 
 from __future__ import annotations
 

@@ -215,7 +215,7 @@ def batched_by_vmap(total: torch.Tensor, leaves: Any, vectors: torch.Tensor) -> 
 @pytest.mark.parametrize("batched", [batched_by_autograd, batched_by_vmap])
 @pytest.mark.parametrize("which", NAMES)
 def test_backwards_are_batched(tmp_path: Path, which: str, batched: Any) -> None:
-    """Of nodes that were made before, out of anybody's sight."""
+    """The nodes were made before, out of anybody's sight."""
     norm = own_norms(tmp_path)[which]
     leaves = [t.clone().requires_grad_() for t in (X, TANGENT, WEIGHT, WEIGHT)]
     found = norm(*leaves)
