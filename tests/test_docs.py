@@ -193,7 +193,7 @@ def test_the_first_screen_of_the_readme_has_no_measured_number() -> None:
 
 
 def test_pages_name_the_versions_of_pytorch_that_are_tested() -> None:
-    """And pip lets the oldest of them in."""
+    """pip lets the oldest of them in."""
     ends = (REPOSITORY / ".ci" / "pytorch_versions.txt").read_text()
     pins = (REPOSITORY / "requirements.txt").read_text()
     oldest, newest = re.findall(r"^torch==(\S+)$", ends, flags=re.M)

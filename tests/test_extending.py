@@ -38,7 +38,7 @@ def files_said(title: str) -> int:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """What a change may touch."""
+    """Copy what a change may touch."""
     for name in FOLDERS:
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(REPOSITORY / name, tmp_path / name, ignore=ignored)
@@ -127,7 +127,7 @@ EXAMPLE = REPOSITORY / "examples" / "own_operation"
 
 
 def texts(folder: Path) -> dict[str, str]:
-    """What a change may touch, by path."""
+    """Return the texts that a change may touch, by path."""
     found = (path for name in FOLDERS for path in (folder / name).rglob("*"))
     known = {".py", ".cpp", ".h", ".cuh", ".j2", ".yaml", ".css", ".js"}
     return {str(p.relative_to(folder)): p.read_text() for p in found if p.suffix in known}

@@ -47,8 +47,8 @@ def modules(folder: Path = GENERATOR) -> dict[str, Path]:
 
 
 def imports(name: str, path: Path, known: dict[str, Path]) -> list[tuple[str, int, bool]]:
-    """What a module imports from the generator: module, line, and whether it does so at its top
-    level. A package counts only where nothing below it is meant."""
+    """List what a module imports from the generator: module, line, and whether it does so at its
+    top level. A package counts only where nothing below it is meant."""
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     tree = ast.parse(path.read_text())
     top = set(tree.body) | {
@@ -120,7 +120,7 @@ def test_the_library_imports_nothing_of_the_generator() -> None:
 
 
 def test_what_a_package_has_a_copy_of_imports_nothing_that_it_has_not() -> None:
-    """And names no module from its top, which has another name there."""
+    """It names no module from its top, which has another name there."""
     known = modules(LIBRARY)
     copied = {path.relative_to(LIBRARY) for path in known.values()} & {*library_files()}
     assert len(copied) > 50

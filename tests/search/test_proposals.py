@@ -1,4 +1,4 @@
-"""What a search tries, on a made-up cost: seeds, phases, shares, warm starts, sweeps."""
+"""The trials of a search on a made-up cost: seeds, phases, shares, warm starts, sweeps."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from tests.support.synthetic import (
 
 @pytest.mark.slow
 def test_it_finds_better_than_random_search(tmp_path: Path) -> None:
-    """With most seeds; with one of these, it looks at one strategy too long. What is drawn may not
+    """Most seeds do; with one of these, it looks at one strategy too long. A drawn config may not
     win, either, if it is not deterministic."""
     gains = []
     for seed in range(3):

@@ -233,8 +233,8 @@ def test_equal_seeds_alone_propose_alike_in_every_process() -> None:
 
 
 def test_the_surrogate_finds_better_configs_sooner_than_chance() -> None:
-    """On average over seeds, the best of 80 proposals is better than that of 80 random configs, and
-    the last proposals are better on the whole than the best before the surrogate was asked."""
+    """The best of 80 proposals is, on average over seeds, better than that of 80 random configs,
+    and the last proposals are better on the whole than the best before the surrogate was asked."""
     first, last, best, by_chance = [], [], [], []
     for seed in range(5):
         ratios = [ratio_of(config) for config in ask_and_tell(LegalSampler(LEGAL, seed), 80)]

@@ -1,4 +1,4 @@
-"""What may be asked of the legal configs of a problem, beside what the sampler's tests ask."""
+"""Questions about the legal configs of a problem, beside those of the sampler's tests."""
 
 from __future__ import annotations
 

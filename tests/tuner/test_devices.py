@@ -96,7 +96,7 @@ def test_four_devices_search_every_problem_once(tmp_path: Path) -> None:
 
 
 def test_devices_find_what_one_device_finds(tmp_path: Path) -> None:
-    """In a space that is swept whole nothing depends on who searches what first."""
+    """Nothing depends on who searches what first in a space that is swept whole."""
     space = shrink(tmp_path, LEGAL.first(1)[0], strategy=["column_slices", "separate", "atomic"])
     problems = tuple(Problem.parse(f"{M}x1024:bf16") for M in (2048, 4096, 8192, 16384))
     options = {"problems": problems, "space_file": space.path}

@@ -1,4 +1,4 @@
-"""What a run shows: lines in a file, bars on a terminal, and a table of 80 columns."""
+"""The output of a run: lines in a file, bars on a terminal, and a table of 80 columns."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_long_phase_says_every_ten_seconds_how_far_it_is(
 def test_a_terminal_gets_bars_of_every_phase_in_80_columns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What is in the bars at a time, without the thread that draws them."""
+    """The bars at one time, without the thread that draws them."""
     stream = Terminal()
     status = Status(2, stream)
     status.phase("fallback kernels", 1, 3)

@@ -1,4 +1,4 @@
-"""Which forward a shape gets: measured where there is a GPU, else by the rule."""
+"""The choice of a shape's forward: measured where there is a GPU, else by the rule."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_longest_shapes_are_measured_first_and_the_order_of_the_result_is_kept(
 def test_stop_leaves_the_shapes_out_that_are_not_measured_yet(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """After SIGTERM the package is written with what there is."""
+    """SIGTERM leaves time to write the package with what there is."""
     shapes = [Problem.parse(f"{M}x1024:bf16") for M in (4096, 64, 65536, 512)]
     order: list[int] = []
 
