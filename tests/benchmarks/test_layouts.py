@@ -48,7 +48,9 @@ def fake_gpu(fault: Callable[[Job], Any] = lambda job: None) -> FakeSupervisor:
     "group",
     [
         *(Group(size, 1024, "bf16") for size in (2, 4, 8, 16)),
-        *(Group(4, 256, "fp32"), Group(8, 12288, "fp16"), Group(16, 12288, "bf16")),
+        Group(4, 256, "fp32"),
+        Group(8, 12288, "fp16"),
+        Group(16, 12288, "bf16"),
         Group(16, 40960, "bf16"),
     ],
     ids=str,

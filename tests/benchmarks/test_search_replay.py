@@ -204,7 +204,8 @@ def test_a_recording_survives_its_file(recording: Recording, tmp_path: Path) -> 
     recording.save(path)
     again = Recording.load(path)
     assert (again.problem, again.gpu, again.values) == (
-        *(recording.problem, recording.gpu),
+        recording.problem,
+        recording.gpu,
         {name: tuple(values) for name, values in recording.values.items()},
     )
     assert again.entries.keys() == recording.entries.keys()

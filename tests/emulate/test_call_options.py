@@ -84,8 +84,11 @@ def test_gap_factor_divides_every_row(heads: int, tokens: int, data: st.DataObje
 @pytest.mark.parametrize(
     "shape",
     [
-        *("203x1024:bf16+offset", "203x1024:bf16+residual", "203x1024:bf16:fp32+residual_fp32"),
-        *("203x1024:fp32+offset+residual", "203x1024:fp16+offset+residual_fp32"),
+        "203x1024:bf16+offset",
+        "203x1024:bf16+residual",
+        "203x1024:bf16:fp32+residual_fp32",
+        "203x1024:fp32+offset+residual",
+        "203x1024:fp16+offset+residual_fp32",
     ],
 )
 def test_options_of_a_problem_are_computed(

@@ -205,8 +205,13 @@ def test_without_a_compiler_the_checks_are_reported_as_not_run(
 ) -> None:
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "generator.emulate"),
-            *("--strategy", "semaphore", "--shape", "64x1024:bf16"),
+            sys.executable,
+            "-m",
+            "generator.emulate",
+            "--strategy",
+            "semaphore",
+            "--shape",
+            "64x1024:bf16",
         ],
         cwd=ROOT,
         env=os.environ | {"PATH": "", "CXX": ""},

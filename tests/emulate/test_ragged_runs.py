@@ -46,7 +46,11 @@ def test_rows_behind_the_last_whole_run_are_a_run(
     inputs = replace(drawn, x=x.bfloat16(), dy=dy.bfloat16(), rstd=torch.ones(M))
     spec, launch = small_launch(variant, M, 3)
     runs = run_schedules(
-        *(render(variant), spec, launch, inputs, [Schedule(0, launch.grid)]),
+        render(variant),
+        spec,
+        launch,
+        inputs,
+        [Schedule(0, launch.grid)],
         call_options=CallOptions(dw_mode=DW_IN_FP32),
     )
     assert runs.faults == []

@@ -90,7 +90,8 @@ def two_plus_two(*between: Event, order: str = "relaxed") -> Program:
             [store("x", 1, order), *between, store("y", 2, order)],
             [store("y", 1, order), *between, store("x", 2, order)],
         ),
-        *("x", "y"),
+        "x",
+        "y",
     )
 
 

@@ -22,7 +22,9 @@ EVENT = re.compile(
     r"|fence\.proxy\.async\.shared::cta|mbarrier\.arrive\.expect_tx|mbarrier\.try_wait"
 )
 FENCE, WARP, SEND, COPY = (
-    *("fence.proxy.async.shared::cta", "bar.warp.sync", "st.async"),
+    "fence.proxy.async.shared::cta",
+    "bar.warp.sync",
+    "st.async",
     "cp.async.bulk.shared",
 )
 

@@ -29,7 +29,10 @@ from tests.support.wheels import wheel_of
 PACKAGES = {
     name: Tuned(Path(name), arch, f"NVIDIA {name.upper()}")
     for name, arch in (
-        *(("a100", "sm_80"), ("b200", "sm_100a"), ("gb200", "sm_100a"), ("h200", "sm_90a")),
+        ("a100", "sm_80"),
+        ("b200", "sm_100a"),
+        ("gb200", "sm_100a"),
+        ("h200", "sm_90a"),
     )
 }
 

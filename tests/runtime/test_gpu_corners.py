@@ -77,7 +77,7 @@ def test_weight_per_head_gives_the_bits_of_a_call_per_head(package: Package, pac
     dy = randn(77, 3, 128, seed=9)
     main_grad = torch.ones(3, 128, device="cuda")
     found = package.rmsnorm_backward(
-        *(dy, x.detach(), rstd, weight.detach()), dw_out=main_grad, accumulate=True
+        dy, x.detach(), rstd, weight.detach(), dw_out=main_grad, accumulate=True
     )
     assert found[1] is main_grad
     torch.testing.assert_close(main_grad - 1, dw.float(), rtol=2**-7, atol=2**-7)

@@ -314,18 +314,27 @@ def transposed(x: Any, w: Any) -> Any:
 
 
 LEFT = (
-    *(xhat_is_used, mean_is_used, rstd_is_returned, cube, other_power, columns, everything),
-    *(
-        one_number,
-        other_rows,
-        eps_for_each_row,
-        no_eps,
-        scaled_eps,
-        other_narrow_result,
-        narrow_sum,
-        narrow_mean,
-    ),
-    *(wide, narrowed, rows_change_in_between, in_place, without_gradient, transposed),
+    xhat_is_used,
+    mean_is_used,
+    rstd_is_returned,
+    cube,
+    other_power,
+    columns,
+    everything,
+    one_number,
+    other_rows,
+    eps_for_each_row,
+    no_eps,
+    scaled_eps,
+    other_narrow_result,
+    narrow_sum,
+    narrow_mean,
+    wide,
+    narrowed,
+    rows_change_in_between,
+    in_place,
+    without_gradient,
+    transposed,
 )
 
 

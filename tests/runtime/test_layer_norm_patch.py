@@ -168,7 +168,11 @@ def test_an_eps_that_is_a_tensor_may_change_and_is_left_alone(package: LayerNorm
 @pytest.mark.parametrize(
     "kind",
     [
-        *(FloatLayerNorm, ImageLayerNorm, DetachedLayerNorm, FrozenLayerNorm, ClampedLayerNorm),
+        FloatLayerNorm,
+        ImageLayerNorm,
+        DetachedLayerNorm,
+        FrozenLayerNorm,
+        ClampedLayerNorm,
         NarrowedLayerNorm,
     ],
 )

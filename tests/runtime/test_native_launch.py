@@ -248,8 +248,13 @@ def state(machine: Machine, name: str) -> Any:
 
 
 STATES = (
-    *("capturing", "another device", "another stream", "mode"),
-    *("stream refused", "device refused", "capturing refused"),
+    "capturing",
+    "another device",
+    "another stream",
+    "mode",
+    "stream refused",
+    "device refused",
+    "capturing refused",
 )
 
 

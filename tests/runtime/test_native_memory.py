@@ -200,8 +200,17 @@ def test_other_threads_run_while_a_launch_waits_for_the_driver(module: Any) -> N
     store.set_scratch(0, 7, 4096)
     words = struct.pack
     store.add(
-        *(0, 0, 7, 6, 1024, torch.bfloat16, torch.bfloat16, bytes(256), words("Q", 80)),
-        *((300_000, 1, words("Q", 0)), (0, 0, b"")),
+        0,
+        0,
+        7,
+        6,
+        1024,
+        torch.bfloat16,
+        torch.bfloat16,
+        bytes(256),
+        words("Q", 80),
+        (300_000, 1, words("Q", 0)),
+        (0, 0, b""),
     )
     ticks, done = [0], threading.Event()
 

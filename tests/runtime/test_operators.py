@@ -96,8 +96,12 @@ def test_operator_tries_the_quick_call_for_plain_arguments_alone(
             dx, dw, third = backward(*plain)
         assert same([dx, dw], list(found)) and third.shape == (0,)
     for place, value in (
-        *((3, None), (4, dy), (5, torch.float32), (6, 1.0)),
-        *((7, False), (8, False)),
+        (3, None),
+        (4, dy),
+        (5, torch.float32),
+        (6, 1.0),
+        (7, False),
+        (8, False),
     ):
         dx, dw, _ = backward(*plain[:place], value, *plain[place + 1 :])
         assert not torch.equal(dx, found[0]) or not torch.equal(dw, found[1])

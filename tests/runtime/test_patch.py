@@ -153,10 +153,21 @@ def test_what_is_no_module_is_refused(package: Package, model: Any) -> None:
 @pytest.mark.parametrize(
     "kind",
     [
-        *(ForgetfulRMSNorm, CentredRMSNorm, HiddenEpsRMSNorm, TwiceRMSNorm, NarrowRMSNorm),
-        *(ColumnRMSNorm, MatrixRMSNorm, ChannelRMSNorm, ClampedRMSNorm, ClampedStatisticRMSNorm),
-        *(DetachedStatisticRMSNorm, DetachedWeightRMSNorm),
-        *(GatedRMSNorm, BiasedRMSNorm, nn.LayerNorm),
+        ForgetfulRMSNorm,
+        CentredRMSNorm,
+        HiddenEpsRMSNorm,
+        TwiceRMSNorm,
+        NarrowRMSNorm,
+        ColumnRMSNorm,
+        MatrixRMSNorm,
+        ChannelRMSNorm,
+        ClampedRMSNorm,
+        ClampedStatisticRMSNorm,
+        DetachedStatisticRMSNorm,
+        DetachedWeightRMSNorm,
+        GatedRMSNorm,
+        BiasedRMSNorm,
+        nn.LayerNorm,
     ],
 )
 @pytest.mark.parametrize("casting", [None, "llama", "gemma"])
@@ -343,9 +354,14 @@ def test_norms_of_one_class_that_differ_are_each_tried(package: Package) -> None
     del buffered.factor
     buffered.register_buffer("factor", torch.tensor(2.0), persistent=False)
     model = nn.Sequential(
-        *(CountedRMSNorm(), CountedRMSNorm(factor=2.0), CountedRMSNorm(32, factor=1.0)),
-        *(CountedRMSNorm(factor={"is": 1.0}), CountedRMSNorm(factor={"is": 2.0})),
-        *(CountedRMSNorm(), buffered, CountedRMSNorm(16, 1.0)),
+        CountedRMSNorm(),
+        CountedRMSNorm(factor=2.0),
+        CountedRMSNorm(32, factor=1.0),
+        CountedRMSNorm(factor={"is": 1.0}),
+        CountedRMSNorm(factor={"is": 2.0}),
+        CountedRMSNorm(),
+        buffered,
+        CountedRMSNorm(16, 1.0),
     )
     assert package.patch(model) == ["0", "2", "3", "5", "7"]
 

@@ -136,7 +136,10 @@ def test_composition_around_a_plain_kernel_gives_what_the_formula_says(case: str
 
     wanted_out = None if given.dw_out is None else given.dw_out.clone()
     wanted = reference_backward(
-        *(dy, x, rstd, given.weight),
+        dy,
+        x,
+        rstd,
+        given.weight,
         dresidual=given.dresidual,
         dw_out=wanted_out,
         **vars(options),

@@ -89,8 +89,14 @@ def compiled(package: Package, x: Any, w: Any, eps: float) -> Any:
 
 
 NORMS = (
-    *(plain, with_residual, with_offset, without_weight, per_head, into_main_grad),
-    *(watched, compiled),
+    plain,
+    with_residual,
+    with_offset,
+    without_weight,
+    per_head,
+    into_main_grad,
+    watched,
+    compiled,
 )
 
 

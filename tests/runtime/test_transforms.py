@@ -181,8 +181,11 @@ def test_function_around_the_backward_under_torch_func(package: Package) -> None
 
 
 NAMES = (
-    *("rms_norm", "rms_norm with residual", "operator"),
-    *("layer_norm", "layer_norm with residual"),
+    "rms_norm",
+    "rms_norm with residual",
+    "operator",
+    "layer_norm",
+    "layer_norm with residual",
 )
 
 

@@ -69,7 +69,7 @@ def save(storage: BaseStorage, winners: Sequence[Winner]) -> None:
 def test_neighbours_that_are_finished_meanwhile_are_tried_before_the_finals(
     storage: BaseStorage,
 ) -> None:
-    """The same run searches other shapes beside those of this search. Their winners are tried here
+    """This run searches other shapes, too. Their winners are tried here
     within the budget, and may win."""
     early, late = at(["8192x1024:bf16"]), at(["2048x1024:bf16"], 20)
     save(storage, early)

@@ -49,8 +49,21 @@ def winner(problem: Problem, evidence: str = "measured") -> Winner:
     checked = "verified" if evidence == "measured" else "unverified"
     result = Result("ok", us=1234.5678, floor_us=1150.0, ratio=1.0735, determinism=checked)
     return Winner(
-        *(problem, "h200", config, "column_slices_async6_n16384_bf16_512x16_0123abcd", "digest"),
-        *(result, evidence, (), None, 400, {"ok": 400}, "study", "space", "reason", "date"),
+        problem,
+        "h200",
+        config,
+        "column_slices_async6_n16384_bf16_512x16_0123abcd",
+        "digest",
+        result,
+        evidence,
+        (),
+        None,
+        400,
+        {"ok": 400},
+        "study",
+        "space",
+        "reason",
+        "date",
     )
 
 
