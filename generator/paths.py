@@ -24,7 +24,7 @@ def template_named(name: str) -> Path:
 
 
 def header_folders() -> list[Path]:
-    """Where `#include` of an emitted source finds its headers."""
+    """Return the folders in which `#include` of an emitted source finds its headers."""
     return [TEMPLATES, *sorted(path for path in TEMPLATES.iterdir() if path.is_dir()), INCLUDE]
 
 

@@ -98,7 +98,7 @@ class ArgumentLayout:
         places = {name: 8 * i for i, name in enumerate(names)}
         self.places = places | {t.name: at for t, at in zip(behind, self.behind_at, strict=True)}
         self.workspace_at = tuple(8 * (len(leading) + i) for i in range(3))
-        """Of counters, zeroed words and scratch."""
+        """The offsets of the addresses of counters, zeroed words and scratch."""
         self.scratch_at = (self.workspace_at[2], size)
         # Both kernels read the address of the sums from one place.
         self.parameters = ((0,), ())
