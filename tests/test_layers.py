@@ -152,7 +152,7 @@ def test_no_two_modules_import_each_other(folder: Path) -> None:
         for name, path in known.items()
     }
     for name, path in known.items():
-        if path.name == "__init__.py":  # what a package offers is imported from below it
+        if path.name == "__init__.py":  # a package imports what it offers from below
             graph[name] = set()
     try:
         TopologicalSorter(graph).prepare()

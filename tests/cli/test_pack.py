@@ -45,7 +45,7 @@ def test_packed_studies_are_the_same_and_still_sealed(
     again = StudyLog(open_storage(journal), NAME).trials()
     assert [(t.params, t.values, t.user_attrs) for t in again] == before
     assert all(t.datetime_complete and not t.datetime_complete.microsecond for t in again)
-    assert won(search(open_storage(journal), trials=12)).trials == 12  # and goes on
+    assert won(search(open_storage(journal), trials=12)).trials == 12  # the search goes on
     at = content.index(b'"elapsed":') + len(b'"elapsed":')
     journal.write_bytes(content[:at] + b"9" + content[at:])
     with pytest.raises(NormforgeError, match="was changed, doubled or lost"):

@@ -98,7 +98,7 @@ PLANTED = {
         "read_relaxed(ledger)",
         r"race: reads scratch\[.*which CTA \d+ thread \d+ wrote",
     ),
-    # Who waits for whom.
+    # Bugs in who waits for whom.
     "looked at before the own arrival": Mutation(
         "column_slices",
         "      const Ledger before = arrive(ledger(), arrival(participant));\n",
@@ -196,7 +196,7 @@ PLANTED = {
         f"{PATIENT}      if (!complete(before)) {{",
         f"{IMPATIENT}      if (!complete(before) && starts(before) < participants) {{",
         r"deadlock: .* waits for counters\[\d\] to change from 0",
-        deadline=10.0,  # in one of the later schedules, CTAs look again and again for ever
+        deadline=10.0,  # CTAs look again and again for ever in a later schedule
     ),
     "void entry not taken back": Mutation(
         "column_slices",
@@ -313,7 +313,7 @@ PLANTED = {
         r"deadlock: .* waits? for zeroed\[\d, \d+\] to arrive.*have not started",
         residency=2,
     ),
-    # Who arrives before the last rows.
+    # Bugs in who arrives before the last rows.
     "last batch not noticed": Mutation(
         "mailbox",
         "if (schedule.ahead(1) >= rows.batches) strategy.announce",

@@ -159,7 +159,7 @@ def test_strategy_counts_more_than_all_carried_knobs() -> None:
     assert agreement(votes, mailbox | carried) > agreement(votes, mailbox | bare)
 
 
-# What follows for winners.
+# The consequences for winners.
 
 
 def final(ratio: float, **knobs: str) -> tuple[dict[str, int | str], Result]:

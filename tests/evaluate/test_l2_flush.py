@@ -75,7 +75,7 @@ def test_flush_is_as_large_as_the_l2_needs(
 ) -> None:
     properties = SimpleNamespace(L2_cache_size=l2_mib << 20)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    device = torch.device("meta")  # which has no such memory
+    device = torch.device("meta")  # meta tensors have no such memory
 
     def place(tensor: Any) -> int:
         return 0

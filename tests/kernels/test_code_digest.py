@@ -75,7 +75,7 @@ def templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
         monkeypatch.setattr(reader, "TEMPLATES", folder)
     yield folder
     monkeypatch.undo()
-    digests()  # of the real ones, for the next test
+    digests()  # the real ones again, for the next test
 
 
 def test_comments_and_empty_lines_are_no_code(templates: Path) -> None:
@@ -179,7 +179,7 @@ def test_committed_studies_are_of_todays_code(
 ) -> None:
     """Every hundredth trial and every winner is checked: a change that this test does not pass
     measures 300 shapes again."""
-    monkeypatch.setattr(module, "nvrtc_version", lambda: "13.0")  # that measured them
+    monkeypatch.setattr(module, "nvrtc_version", lambda: "13.0")  # this version measured them
     monkeypatch.setattr(module, "_digests", {})
     neutral = {name: facts.neutral for name, facts in KNOBS.items() if facts.neutral is not None}
     names = [entry["study_name"] for entry in committed if entry["op_code"] == 0]

@@ -188,7 +188,7 @@ def test_a_weaker_instruction_makes_a_weaker_event(
 
 
 WORDS = ["store_shared_word", "store_shared_word", "cta_barrier"]
-WORDS += ["load_shared_word", "load_shared_word"]  # of finish_slices: its broadcast of two words
+WORDS += ["load_shared_word", "load_shared_word"]  # finish_slices broadcasts two words
 SEND = ["store_partials", "store_shared4", "fence_async_shared", "cta_barrier"]
 LANDED = ["bulk_commit", "bulk_wait_written", "fence_async_global"]
 ZERO = ["load_workspace", "store_workspace", "store_relaxed"]

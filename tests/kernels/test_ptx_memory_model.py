@@ -349,7 +349,7 @@ def test_shortcuts_of_the_search_change_nothing(name: str, request: pytest.Fixtu
         (["keeps_causality"], "MP, release and acquire"),
         # An RMW is one operation here, so order at its place implies that it is atomic.
         (["keeps_atomicity", "keeps_order_of_place"], "atomics lose nothing"),
-        # What a thread has seen comes before what it sees next: causality as well.
+        # A thread's reads are ordered by causality as well.
         (["keeps_causality", "keeps_order_of_place"], "CoRR"),
     ],
 )

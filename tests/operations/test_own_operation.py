@@ -44,7 +44,7 @@ needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="needs a C++
 def forget(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Forget behind each test what it registers."""
     monkeypatch.setenv(own.OWN_OPERATIONS, "")
-    render._file.cache_clear()  # by the names of operations, of which a test has several versions
+    render._file.cache_clear()  # its keys are names, and a test has versions
     render.environment.cache_clear()
     before = (dict(known.OPERATIONS), dict(library.OPERATIONS), dict(own.FILES))
     yield

@@ -254,7 +254,7 @@ def test_options_change_what_they_are_for_alone(operation: RowOperation) -> None
     columns_of, plain = operation.signature.columns, evaluate(operation, given)
     for late in operation.signature.late:
         added = evaluate(operation, {**given, late.name: torch.ones(M, N, dtype=torch.float32)})
-        assert added["dx"].dtype == torch.float64  # that of x
+        assert added["dx"].dtype == torch.float64  # x has this dtype
         assert torch.equal(added["dx"], plain["dx"] + 1) and torch.equal(added["dw"], plain["dw"])
     ones = torch.ones(N, dtype=torch.float64)
     without = evaluate(operation, {**given, columns_of.name: None}, offset=0.5)

@@ -54,7 +54,7 @@ def test_package_holds_source_and_cubin_of_every_winner_and_no_code_but_a_stub(
     source = f"kernels/{winner.variant}.cu"
     assert found[source] == source_of(winner.variant).encode()
     assert len(archived_cubins(package)) == 1 + len(fallbacks())
-    # What was not tuned is there to be run, not to be read.
+    # Kernels that were not tuned are there to be run, not to be read.
     assert found.keys() == {source, "__init__.py", TABLE, CUBINS, CUBINS_INDEX}
     assert [path.name for path in package.parent.iterdir()] == ["rmsnorm_backward"]
 

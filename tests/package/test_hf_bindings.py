@@ -145,7 +145,7 @@ def test_driver_is_asked_for_the_same_as_by_cuda_python(
     wanted = run("rmsnorm_backward", package.parent, libcuda, alone=False)
     found = run("torch-cuda", tmp_path / "exported" / "build", libcuda, alone=True)
     assert found.splitlines() == wanted.splitlines()
-    # That the fake saw it all, and not that two programs fail alike:
+    # The fake has to have seen it all: two programs may fail alike.
     for part in (
         "CUDA_ERROR_NO_BINARY_FOR_GPU | CUDA_ERROR_NO_BINARY_FOR_GPU while loading two_kernels",
         "CUDA_ERROR_OUT_OF_MEMORY while allocating 8000 bytes for the workspace",

@@ -349,7 +349,7 @@ def test_a_package_that_was_tuned_is_no_export(
     tuned = tmp_path / "tuned" / "rmsnorm_backward"
     put(tuned, entry("4096x1024:bf16"), fallback=[], standalone=True)
     refused(package, tuned, "is not empty and no earlier export")
-    export_standalone(tuned, exported)  # which may be exported itself
+    export_standalone(tuned, exported)  # an export may be exported itself
 
 
 def test_options_of_trials_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,7 +43,7 @@ def test_signature_of_a_layer_is_that_of_its_init() -> None:
     assert [*found][: len(plain)] == [*plain]
     assert {"bias", "weight_offset", "main_grad", "batch_invariant", "matches"} <= {*found}
     assert [*inspect.signature(Own).parameters] == ["width"]
-    # Which asks for a parameter `device`.
+    # skip_init asks for a parameter `device`.
     made: Any = torch.nn.utils.skip_init(normforge.RMSNorm, 64)
     assert type(made) is normforge.RMSNorm
 

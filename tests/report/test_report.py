@@ -500,7 +500,7 @@ def asked_for(requests: list[str], host: str) -> bool:
 @pytest.mark.slow
 def test_the_page_opens_and_no_request_leaves_it(committed: Path, tmp_path: Path) -> None:
     text = committed.read_text(encoding="utf-8")
-    # Not because its policy forbids it: there is nothing to ask for.
+    # Its policy is not the reason: there is nothing to ask for.
     lax = tmp_path / "lax.html"
     lax.write_text(re.sub(r"<meta http-equiv[^>]*>", "", text), encoding="utf-8")
     dom, said, requests = browse(f"{lax.as_uri()}#study-4096x4096-bf16", tmp_path)

@@ -137,7 +137,7 @@ def test_words_of_a_graph_that_is_gone_serve_the_next(driver: FakeDriver, size: 
     assert first in taken and len(taken) == 2
     assert not taken & {kept.zeros, second}
     driver.capture_id = 1000
-    assert workspaces.of_capture(1, 7, size) not in (first, second)  # of another device
+    assert workspaces.of_capture(1, 7, size) not in (first, second)  # another device has others
 
 
 @pytest.mark.parametrize("told", ["user_objects", "capture_info"])

@@ -433,7 +433,7 @@ def test_a_file_that_cannot_be_written_costs_one_warning(package: Package, tmp_p
     assert "No such file or directory" in sentence
     assert "choose a file that can be written" in sentence
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # of which a thread would die
+        warnings.simplefilter("error")  # a warning would end a thread
         folder.mkdir()
         recorder.stop()
     assert count_in(recorder.path) == 3, "nothing was lost"

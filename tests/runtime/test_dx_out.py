@@ -54,7 +54,7 @@ def equal(found: Any, wanted: Any) -> bool:
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "fp32": {"dtype": torch.float32},  # whose dy the formula reads in place
+    "fp32": {"dtype": torch.float32},  # the formula reads this dy in place
     "float64": {"dtype": torch.float64},
     "no weight": {"weight": None},
     "no dw": {"need_dw": False},

@@ -190,7 +190,7 @@ def test_autocast_inference_and_checkpointing_change_nothing() -> None:
     with torch.inference_mode():
         assert torch.equal(rms_norm_gated(*given), plain)
         made = torch.ones(3, D, dtype=torch.bfloat16)
-    y = rms_norm_gated(made, *given[1:])  # what is made there cannot be saved: a copy is
+    y = rms_norm_gated(made, *given[1:])  # an inference tensor cannot be saved: a copy is
     assert all(one is not None for one in torch.autograd.grad(y.float().sum(), given[1:]))
     again = checkpoint(rms_norm_gated, *given, use_reentrant=False)
     found = torch.autograd.grad(again.float().sum(), given)

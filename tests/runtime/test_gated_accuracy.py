@@ -58,7 +58,7 @@ def no_worse(given: list[torch.Tensor], *rest: Any) -> None:
                 torch.linalg.vector_norm(found[name].double() - wanted, norm)
                 for found in (ours, theirs)
             )
-            # In fp32 both are off by a few units in the last place, in one order or another.
+            # Both are off by a few units in the last place in fp32, in one order or another.
             unit = torch.finfo(torch.float32).eps * torch.linalg.vector_norm(wanted, norm)
             assert error <= MOST * bar + unit, (name, norm, error, bar)
 

@@ -151,7 +151,7 @@ def test_routed_nodes_keep_what_tracing_knew(package: Package) -> None:
         if namespace in str(node.target):
             values = node.meta["val"]
             for user in node.users:
-                # Of what the mask leaves out, tracing knows nothing.
+                # Tracing knows nothing of what the mask leaves out.
                 value, mine = user.meta.get("val"), values[user.args[1]]
                 assert value is None or (value.shape, value.dtype) == (mine.shape, mine.dtype)
 

@@ -195,7 +195,7 @@ def test_native_kernel_comes_and_goes_with_the_installation(aten: list[str]) -> 
         assert registered() == [False, True]
     assert registered() == [False, False]
     x, rstd = randn(4, 16), torch.ones(4, 1)
-    for function in functions:  # as a call does that is under way
+    for function in functions:  # a call that is under way still has these
         assert same(function(x, x, [16], rstd, x[0], [True, True]), (x, x[0]))
     assert aten == []
 
@@ -227,7 +227,7 @@ def test_what_was_not_tuned_goes_to_the_kernel_that_was_there(
             warnings.simplefilter("error")
             train_once(norm)
             train_once(norm)  # the same reason
-            train_once(torch.nn.RMSNorm((4, 16)))  # what no package is asked for
+            train_once(torch.nn.RMSNorm((4, 16)))  # no package is asked for this
     assert aten.count("backward") == 4
 
 

@@ -311,6 +311,6 @@ def test_derivatives_of_other_kinds_are_left_to_python(machine: Machine, package
         assert (by_cpp, by_python) == (0, 0), transform
         wanted = transform(theirs).to(found.dtype)
         torch.testing.assert_close(found, wanted, rtol=0.02, atol=0.05)
-    # Without a derivative vmap calls the operator for each, with plain tensors.
+    # vmap without a derivative calls the operator for each, with plain tensors.
     torch.testing.assert_close(torch.func.vmap(norm)(cube), theirs(cube), rtol=0.02, atol=0.05)
     assert who_served(machine, lambda: operator(one, **inputs()))[:2] == (1, 0)

@@ -82,7 +82,7 @@ def test_plain_calls_are_launched_from_cpp_in_either_order(
     entry_point.use_native(take)  # changes nothing
     entry_point.install()
     try:
-        if order != "while calls go on":  # those have taught it
+        if order != "while calls go on":  # calls under way have taught it
             assert who_served(machine, lambda: by_aten(**inputs()))[:2] == (0, kernels)
             by_aten(**inputs())
         by_cpp, by_python, found = who_served(machine, lambda: by_aten(**inputs()))

@@ -170,7 +170,7 @@ def test_learning_that_fails_does_not_fail_the_call(
     package = make(SEPARATE)
     monkeypatch.setattr(torch.cuda, "empty_cache", fail)
     by_autograd(package, **inputs())
-    machine.full = True  # for the workspace of the native path: Python's is there
+    machine.full = True  # the native path gets no workspace; Python's is there
     learned(package)
     assert who_served(machine, lambda: by_autograd(package, **inputs()))[:2] == (0, 2)
 

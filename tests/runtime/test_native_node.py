@@ -139,7 +139,7 @@ def test_node_gives_the_bits_of_the_one_in_python(both: Any, name: str) -> None:
 
 
 def test_node_in_c_has_its_name(both: Any) -> None:
-    results = [package.rms_norm(leaf(2, 8), None) for package in both]  # which hold the nodes
+    results = [package.rms_norm(leaf(2, 8), None) for package in both]  # results hold the nodes
     names = [y.grad_fn.name() for y in results]
     assert "EagerNorm" in names[0] and "Norm" in names[1] and names[0] != names[1]
 

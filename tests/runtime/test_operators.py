@@ -65,7 +65,7 @@ def test_compiled_step_asks_the_dispatcher_once_per_operator(
         is not None
     )
     with pytest.raises(AssertionError, match="asked again"):
-        package.ops.rms_norm(x, weight, None, 0.0, package.name)  # by a node
+        package.ops.rms_norm(x, weight, None, 0.0, package.name)  # this goes through a node
 
 
 def test_wrapper_that_no_mode_announces_is_left_to_the_dispatcher(package: Package) -> None:

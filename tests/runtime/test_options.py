@@ -27,7 +27,7 @@ from tests.support.fake_driver import SPEC, tensors
 N = 1024
 FP32, BF16 = torch.float32, torch.bfloat16
 STRIDED = torch.zeros(2 * N)[::2]
-UNALIGNED = torch.zeros(N + 2)[2:]  # by 8 bytes
+UNALIGNED = torch.zeros(N + 2)[2:]  # its address is off by 8 bytes
 OFFSET, RESIDUAL = replace(SPEC, offset=True), replace(SPEC, residual="bf16")
 
 

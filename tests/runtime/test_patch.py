@@ -202,7 +202,7 @@ def test_a_patch_is_summed_up(package: Package, caplog: pytest.LogCaptureFixture
     assert "(0): PlainRMSNorm(by Normforge)" in str(model)
     package.unpatch(model)
     assert "Normforge" not in str(model)
-    package.patch(package.RMSNorm(16))  # which needs no patch
+    package.patch(package.RMSNorm(16))  # it needs no patch
     assert caplog.records[-1].levelname == "INFO"
 
 

@@ -202,7 +202,7 @@ BF16 = torch.bfloat16
 RESIDUALS = {
     "dense": random(*SHAPE, dtype=BF16),
     "at a stride": random(M, 2 * N, dtype=BF16)[:, N:].view(SHAPE),
-    "heads": random(4, 12, N, dtype=BF16)[:, :6],  # which have two strides
+    "heads": random(4, 12, N, dtype=BF16)[:, :6],  # heads have two strides
     "at an odd address": random(M * N + 1, dtype=BF16)[1:].view(SHAPE),
     "at an odd stride": random(M, N + 2, dtype=BF16)[:, :N].view(SHAPE),
 }

@@ -204,7 +204,7 @@ def test_the_best_of_one_launch_have_places_in_the_finals_of_a_short_operation(
     assert [config for config in everyone if config in chosen] == chosen
     assert [config for config in everyone if config not in chosen] == others
     assert all(config in first for config in (chosen + others)[:size])
-    # Where the operation takes long, only the times count.
+    # Only the times count where the operation takes long.
     assert rounds(configs, HOST_US, size) == [
         configs[start : start + size] for start in range(0, len(configs), size)
     ]

@@ -121,7 +121,7 @@ def test_devices_find_what_one_device_finds(tmp_path: Path) -> None:
 
 
 def test_search_that_has_no_time_for_a_trial_says_so(tmp_path: Path) -> None:
-    problem = Problem.parse("1024x1280:bf16")  # which has no incumbent
+    problem = Problem.parse("1024x1280:bf16")  # it has no incumbent
     plan = make_plan(tmp_path, TRIALS, seconds=1e-4, devices=(0, 1), problems=(problem,))
     with DevicePool(plan.devices, partial(open_fake, tmp_path, 0.0)) as own:
         watcher = search(own, plan)
@@ -307,7 +307,7 @@ def test_equal_shares_of_the_seconds_count_the_devices(tmp_path: Path) -> None:
         assert plan.budget.seconds == each
 
 
-# Which GPU is here
+# The GPU that is here.
 
 
 @dataclass

@@ -257,7 +257,7 @@ def test_crash_on_a_fallback_kernel_leaves_the_others(crashing: CrashingCompiler
     [
         ([1.30, 1.105, 1.10, 1.2], 1),  # within 1 % of the best, and earlier in the rule
         ([1.30, 1.12, 1.10, 1.2], 2),
-        ([None, 1.12, 1.2, None], 1),  # those that failed their checks
+        ([None, 1.12, 1.2, None], 1),  # None: these failed their checks
     ],
 )
 def test_measured_choice_is_the_rules_first_within_one_percent_of_the_best(
