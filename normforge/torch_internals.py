@@ -65,7 +65,7 @@ torch.func refuses a node of autograd by itself."""
 disable_modes: Callable[[], AbstractContextManager[Any]] = _find(
     "_disable_current_modes", nullcontext, _python_dispatch
 )
-"""Disables the modes that see operators, for computing with real tensors in the midst of one."""
+"""A context without the modes that see operators, for computing with real tensors inside one."""
 
 tracing: Callable[[], Any] = _find("_get_tracing_state", lambda: torch.jit.is_tracing() or None)
 """Returns what torch.jit.trace writes to, None while it does not run."""
