@@ -281,7 +281,7 @@ BACKWARD = "_fused_rms_norm_backward"
 
 @pytest.fixture
 def override(aten: list[str]) -> Iterator[Callable[[], None]]:
-    """What registers a kernel as PyTorch does with those of its own in Python, for 16 columns."""
+    """Register a kernel, for 16 columns, as PyTorch does with those of its own in Python."""
     registry = pytest.importorskip("torch._native.registry", reason="PyTorch before 2.13")
 
     def kernel(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -307,7 +307,7 @@ def is_of_width(width: int, dy: torch.Tensor, x: torch.Tensor, *_: Any) -> bool:
 
 
 def served_by(aten: list[str], *shape: int) -> str:
-    """Who runs the backward of rows of (4, *shape)."""
+    """Return who runs the backward of rows of (4, *shape)."""
     x, weight, rstd = randn(4, *shape), randn(*shape), torch.ones(4, *shape[:-1], 1)
     aten.clear()
     torch.ops.aten._fused_rms_norm_backward(x, x, list(shape), rstd, weight, [True, True])
@@ -317,7 +317,7 @@ def served_by(aten: list[str], *shape: int) -> str:
 def test_kernels_that_pytorch_overrides_its_own_with_come_second(
     package: Package, aten: list[str], override: Callable[[], None]
 ) -> None:
-    """Also when they are switched off and on: nobody calls a kernel that is gone."""
+    """They may be switched off and on: nobody calls a kernel that is gone."""
     entry_point = routing_on_cpu(package)
 
     def who() -> list[str]:
