@@ -30,7 +30,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def described_paths() -> list[str]:
-    """Where in the library is what docs/api.md describes."""
+    """Return the paths in the library of what docs/api.md describes."""
     page = (REPOSITORY / "docs" / "api.md").read_text()
     return [found[2] for found in FUNCTION.finditer(page)]
 
@@ -63,7 +63,7 @@ def test_every_function_of_a_package_is_on_its_page() -> None:
     ends = [operation.front_end for operation in OPERATIONS.values() if operation.front_end]
     exported = {name for end in ends for name in ("PROVENANCE", end.norm, *end.functions)}
     described = {public_name(path).rpartition(".")[2] for path in described_paths()}
-    described -= {"collect", "use_batch_invariant"}  # of normforge, not of one package
+    described -= {"collect", "use_batch_invariant"}  # normforge has these, and no package
     assert exported == described
 
 
@@ -77,7 +77,7 @@ def test_what_that_page_describes_is_there_under_the_name_that_it_gives() -> Non
 
 
 def test_a_signature_on_that_page_has_the_names_and_defaults_of_the_function() -> None:
-    """Of all functions without overloads."""
+    """Functions with overloads are left out."""
     for path in described_paths():
         found, text = pkgutil.resolve_name(path), described(path)
         if isinstance(found, property) or "\n\n" in text.split("```")[1].strip():

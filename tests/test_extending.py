@@ -83,11 +83,11 @@ ROW_OF_SEMAPHORE = re.compile(
     r"^ *\"semaphore\": |Strategy\(\"semaphore\"|\(\"dw_semaphore\", |values: \[.*\bsemaphore\b",
     re.M,
 )
-"""Where a file has something for each strategy."""
+"""Matches what a file has for each strategy."""
 
 
 def test_the_page_lists_every_file_that_has_a_row_for_each_strategy() -> None:
-    """Of the code and of the tests."""
+    """The files of the code and of the tests are searched."""
     files = (path for name in (*FOLDERS, "tests") for path in (REPOSITORY / name).rglob("*"))
     speaking = {
         str(path.relative_to(REPOSITORY))

@@ -1,4 +1,4 @@
-"""What docs/api.md says of a function: its signature and its docstring, as Markdown.
+"""Renders what docs/api.md says of a function: its signature and its docstring, as Markdown.
 
 Both are read from the source, so nothing is imported. A docstring has paragraphs, and sections such
 as "Args:" whose items are indented.
@@ -16,7 +16,7 @@ from pathlib import Path
 from generator.paths import REPOSITORY
 
 FUNCTION = re.compile(r"(<!-- function: ([\w.]+) -->\n).*?(<!-- end of function -->)", re.S)
-"""What is generated, from a mark with the path of a function or class to the next mark."""
+"""Matches the generated text, from a mark with the path of a function or class to the next mark."""
 TITLES = {"Args": "Arguments", "Returns": "Returns", "Raises": "Raises"}
 PREFIXES = {"batch_invariant": "batch_invariant.", "layer_norm": "layernorm.", "gated": "gated."}
 """Modules of users, by a part of the path of what is in them."""
@@ -158,7 +158,7 @@ def _parameters(given: ast.arguments, text: Callable[[ast.AST], str]) -> list[st
 
 
 def _broken(name: str, parameters: list[str], returned: str) -> str:
-    """In one line, or with a line for each parameter."""
+    """Return a signature in one line, or with a line for each parameter."""
     line = f"{name}({', '.join(parameters)}){returned}"
     if len(line) <= 100:
         return line

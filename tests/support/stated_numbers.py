@@ -173,7 +173,7 @@ def faults() -> list[str]:
 
 
 def forward_kernels() -> list[str]:
-    """How RMSNorm's forward kernels are made and chosen."""
+    """Return the phrases on how RMSNorm's forward kernels are made and chosen."""
     wide, busy = (forward_space._most_vectors(threads) for threads in (512, 1024))
     return [
         f"up to {wide} vectors a thread ({busy} in CTAs of 1024)",
