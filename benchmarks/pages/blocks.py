@@ -16,6 +16,7 @@ from benchmarks.pages.notes import NOTE_BLOCKS
 from benchmarks.pages.performance import PERFORMANCE_BLOCKS
 from benchmarks.pages.pipelines import PIPELINE_BLOCKS
 from benchmarks.pages.shapes import SHAPE_BLOCKS
+from benchmarks.pages.strategies import STRATEGY_BLOCKS
 from benchmarks.pages.training import TRAINING_BLOCKS
 from generator.paths import REPOSITORY
 
@@ -30,6 +31,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     **PERFORMANCE_BLOCKS,
     **PIPELINE_BLOCKS,
     **SHAPE_BLOCKS,
+    **STRATEGY_BLOCKS,
 }
 
 

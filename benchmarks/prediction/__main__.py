@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from hashlib import sha256
 from math import exp, log, sqrt
 from pathlib import Path
 from statistics import fmean
@@ -26,7 +25,14 @@ from typing import Any
 from benchmarks.command import command_line, exit_code
 from benchmarks.prediction.fit import examples, fit_all, held_out
 from benchmarks.prediction.score import least, preferred, score, summary, table
-from benchmarks.prediction.shapes import MEASURED, Shape, Trial, physical, read_shapes
+from benchmarks.prediction.shapes import (
+    MEASURED,
+    Shape,
+    Trial,
+    digests_of,
+    physical,
+    read_shapes,
+)
 from benchmarks.results import write_json, write_text
 from generator.errors import NormforgeError
 from generator.evaluate.predict.evaluator import features_of
@@ -108,15 +114,6 @@ def error_at_picks(
     return sqrt(fmean((exp(value) - 1) ** 2 for value in found))
 
 
-def digests_of(folders: Sequence[Path]) -> dict[str, str]:
-    """Return digests of the files of studies, by which a test knows what was made of older ones."""
-    files = [file for folder in folders for file in sorted(folder.glob("studies.journal*"))]
-    return {
-        f"{file.parent.name}/{file.name}": sha256(file.read_bytes()).hexdigest()[:16]
-        for file in files
-    }
-
-
 def fit_command(shapes: Sequence[Shape], folders: Sequence[Path]) -> int:
     """Write the fitted file."""
     width = GROUPS["width"]
@@ -135,9 +132,10 @@ def fit_command(shapes: Sequence[Shape], folders: Sequence[Path]) -> int:
 
 
 def score_command(
-    shapes: Sequence[Shape], group: Group, out: Path | None, folders: Sequence[Path]
+    shapes: Sequence[Shape], group: Group, out: Path | None, studies: Mapping[str, str]
 ) -> int:
-    """Print a table for each GPU, and write it with the score of every shape."""
+    """Print a table for each GPU, and write it with the score of every shape and what `studies`
+    says of the journals."""
     seen = all(shape.problem.operation == RMSNORM_BACKWARD for shape in shapes)
     learned = predictions(shapes, group) if seen else fitted_predictions(shapes, load_fitted())
     documents = {}
@@ -148,7 +146,7 @@ def score_command(
         ]
         print(f"{gpu}:", end=" ")
         documents[gpu] = _scored([shapes[p] for p in own], [learned[p] for p in own], priors)
-        documents[gpu]["studies"] = digests_of(folders)
+        documents[gpu]["studies"] = dict(studies)
     if out is not None:
         write_json(out, documents)
     return 0
@@ -210,15 +208,17 @@ def main(argv: list[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     folders = args.studies or [GENERATED / gpu for gpu in MEASURED]
+    # Scores are of what the fit saw, though searches may have gone on since.
+    known = {} if args.studies else load_fitted().studies
 
     def run() -> int:
         if args.command == "fit":
             return fit_command(read_shapes(folders), folders)
-        found = read_shapes(folders, args.op)
+        found = read_shapes(folders, args.op, known)
         shapes = [shape for shape in found if len(shape.feasible) >= FEWEST]
         if args.leave == "gpu" and len({shape.target.name for shape in shapes}) < 2:
             raise NormforgeError("--leave gpu needs studies of two GPUs: name both with --studies")
-        return score_command(shapes, GROUPS[args.leave], args.out, folders)
+        return score_command(shapes, GROUPS[args.leave], args.out, digests_of(folders, known))
 
     return exit_code("prediction", run)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import log
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
 
@@ -16,8 +17,11 @@ from generator.kernels.geometry import Config
 from generator.kernels.ptxas import Resources
 from generator.kernels.variant import Variant, make_variant
 from generator.problem import RMSNORM_BACKWARD, Problem
-from generator.studies.reader import Study, read_studies
-from generator.studies.records import Record
+from generator.space.load import UNPREDICTED
+from generator.studies.excerpt import digest_of
+from generator.studies.reader import Study, describe_location, read_studies
+from generator.studies.records import Record, may_win
+from generator.studies.storage import JOURNAL_NAME
 from generator.target import Target, find_target
 
 MEASURED = ("h200", "h100")
@@ -57,19 +61,66 @@ class Shape:
         return [place for place, trial in enumerate(self.trials) if trial.feasible]
 
 
-def read_shapes(folders: Sequence[Path], operation: str = RMSNORM_BACKWARD) -> list[Shape]:
-    """The measured studies of `operation` with a winner in some folders."""
+def journal_of(folder: Path) -> str:
+    """What the fit calls the journal of a folder, whether or not a run has unpacked it."""
+    return f"{folder.name}/{JOURNAL_NAME}.xz"
+
+
+def digests_of(folders: Sequence[Path], known: Mapping[str, str] = {}) -> dict[str, str]:
+    """Of the journals of some folders how many records they have and a digest of these, by which a
+    test knows what was made of others. known: such sayings; of the journals in them only as many
+    records count as they say."""
+    found = {}
+    for folder in folders:
+        name = journal_of(folder)
+        count, digest = digest_of(Path(describe_location(folder)), first_of(known, name))
+        found[name] = f"{count} records, {digest}"
+    return found
+
+
+def first_of(known: Mapping[str, str], name: str) -> int | None:
+    """How many records `digests_of` says that a journal has; None where it says nothing of it."""
+    return int(known[name].split()[0]) if name in known else None
+
+
+def read_shapes(
+    folders: Sequence[Path],
+    operation: str = RMSNORM_BACKWARD,
+    known: Mapping[str, str] = {},
+) -> list[Shape]:
+    """The measured studies of `operation` with a winner in some folders, without kernels that are
+    never predicted. known: as in `digests_of`; what was appended since is left out."""
     studies = [
         study
         for folder in folders
-        for study in read_studies(folder)
+        for study in read_studies(folder, first=first_of(known, journal_of(folder)))
         if study.problem.operation == operation and study.evidence == "measured"
     ]
-    return [_shape(study) for study in studies if study.winner is not None]
+    return [shape for shape in map(_shape, studies) if shape is not None]
 
 
-def _shape(study: Study) -> Shape:
-    timed = [r for r in study.records if r.result.us and r.registers is not None]
+def _predictable(config: Config) -> bool:
+    knob, value = UNPREDICTED
+    return config[knob] != value
+
+
+def _won(study: Study) -> Config | None:
+    """The winner's config, or where no predicted kernel can have it, that of the fastest finalist
+    that one can; None where there is none."""
+    if study.winner is None:
+        return None
+    if _predictable(study.winner.config):
+        return study.winner.config
+    others = [(r.ratio, c) for c, r in study.finals if may_win(c, r) and _predictable(c)]
+    return min(others, key=itemgetter(0))[1] if others else None
+
+
+def _shape(study: Study) -> Shape | None:
+    won = _won(study)
+    if won is None:
+        return None
+    accepted = [record for record in study.records if _predictable(record.config)]
+    timed = [r for r in accepted if r.result.us and r.registers is not None]
     floors: dict[str, list[float]] = defaultdict(list)
     for record in timed:
         floors[record.result.gpu].append(record.result.floor_us or 0.0)
@@ -79,8 +130,7 @@ def _shape(study: Study) -> Shape:
     longer = floor_us(study.problem, target) / floor_us(plain, target) if study.plain_floor else 1.0
     by_gpu = {gpu: median(times) * longer for gpu, times in floors.items()}
     trials = [_trial(study.problem, record, by_gpu[record.result.gpu]) for record in timed]
-    assert study.winner is not None
-    return Shape(study.problem, target, tuple(trials), study.winner.config, median(by_gpu.values()))
+    return Shape(study.problem, target, tuple(trials), won, median(by_gpu.values()))
 
 
 def _trial(problem: Problem, record: Record, floor: float) -> Trial:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
+from math import inf
 
 from generator.kernels.geometry import Config
 from generator.kernels.strategies import REDUCTION_KNOBS, is_deterministic, strategy_of
@@ -27,7 +28,7 @@ class Proposals:
     `records`, `taken` and `used` (fraction of the budget) are those of the running search and are
     read whenever the next config is asked for. `added` are knobs with values that earlier trials
     could not have; `winners` are those of all shapes that are known by now; those of neighbours
-    are tried before the end."""
+    are tried before the end. `exhausted` is to be set when the sampler has nothing left."""
 
     legal: LegalConfigs
     rng: random.Random
@@ -39,10 +40,11 @@ class Proposals:
     sweep_limit: int
     added: Sequence[tuple[str, int | str]] = ()
     winners: Callable[[], Sequence[Winner]] = tuple
+    exhausted: bool = False
 
     def plan(self) -> Iterator[tuple[str, Values | None]]:
-        """Endless pairs of origin and config, or of "search" and None where the sampler is to
-        choose; ends only when a space that is small enough has been swept.
+        """Pairs of origin and config, or of "search" and None where the sampler is to choose.
+        Endless, unless the space is small enough to be swept, or `exhausted`.
 
         Raises NormforgeError when no config is legal."""
         limit = min(self.sweep_limit, self.trials)
@@ -60,12 +62,12 @@ class Proposals:
         # Others may have finished neighbours meanwhile.
         yield from (("neighbour", config) for config in self._carried_over())
         yield from self._searched(overhead_from)
-        yield from (("overhead", config) for config in self._ineligible_variants())
-        while True:
-            yield "search", None
+        few = islice(self._ineligible_variants(), self._overhead_left())
+        yield from (("overhead", config) for config in few)
+        yield from self._searched(inf)
 
     def _searched(self, until: float) -> Iterator[tuple[str, None]]:
-        while self.used() < until:
+        while self.used() < until and not self.exhausted:
             yield "search", None
 
     def _carried_over(self) -> list[Values]:
@@ -133,6 +135,11 @@ class Proposals:
         if not kinds:
             return 0.0
         return min(_MAX_OVERHEAD_SHARE, max(OVERHEAD_SHARE, kinds / self.trials))
+
+    def _overhead_left(self) -> int:
+        """Trials of the share that are left: those of earlier runs count."""
+        spent = sum(record.origin == "overhead" for record in self.records)
+        return max(0, round(self._overhead_share() * self.trials) - spent)
 
     def _with_kind(
         self, config: Config, kind: Config, taken: Collection[Key] = ()

@@ -76,6 +76,8 @@ class LegalSampler(BaseSampler):
         self, legal: LegalConfigs, seed: int, experience: Experience | None = None
     ) -> None:
         self.legal, self.experience = legal, experience
+        knobs = enumerate(legal.space.knobs)
+        self._varying = [place for place, knob in knobs if len(knob.choices) > 1]
         self.taken: set[Key] = set()
         self.planned: deque[Config] = deque()
         self._rng = random.Random(seed)
@@ -141,17 +143,23 @@ class LegalSampler(BaseSampler):
         the window and what is expected. Without experience the window misleads: in the replay of
         4096x4096, four of 16 searches stayed 1 to 2 % behind the optimum, and without the window
         none of 12."""
-        rank, known = self.legal.rank, self._known_rows
+        known = self._known_rows
         if self.experience is None:
-            return [rank(config) for config in configs]
+            return [self._places(config) for config in configs]
         keys = [self.legal.key(config) for config in configs]
         new = {k: c for k, c in zip(keys, configs, strict=True) if k not in known}
         for config, expected in zip(
             new.values(), self.experience.expect([*new.values()]), strict=True
         ):
             window = self.legal.window(config)
-            known[self.legal.key(config)] = (*rank(config), window, expected)
+            known[self.legal.key(config)] = (*self._places(config), window, expected)
         return [known[key] for key in keys]
+
+    def _places(self, config: Config) -> Row:
+        """Those of the values of knobs that have several: a forest draws among features, and one
+        that tells nothing would take the place of another."""
+        rank = self.legal.rank(config)
+        return tuple(rank[place] for place in self._varying)
 
     def _random(self) -> Iterator[Values]:
         for _ in range(DRAWN):

@@ -213,19 +213,18 @@ class _Search:
 
     def _ask(self, plan: Iterator[tuple[str, Values | None]]) -> bool:
         """Put the next trial into the pipeline; False when there is none."""
-        entry = next(plan, None)
-        if entry is None:
-            return False
-        origin, config = entry
-        if config is not None:
-            self.sampler.planned.append(config)
-        try:
-            trial = self.study.ask(distributions(self.legal.space))
-        except NothingLeftError:
-            return False
-        variant = make_variant(trial.params, self.legal.problem)
-        self.pending.append(_Pending(trial, origin, variant, self.pool.submit(variant)))
-        return True
+        for origin, config in plan:
+            if config is not None:
+                self.sampler.planned.append(config)
+            try:
+                trial = self.study.ask(distributions(self.legal.space))
+            except NothingLeftError:
+                self.proposals.exhausted = True
+                continue
+            variant = make_variant(trial.params, self.legal.problem)
+            self.pending.append(_Pending(trial, origin, variant, self.pool.submit(variant)))
+            return True
+        return False
 
     def _tell(self, pending: _Pending) -> None:
         """Evaluate a trial and keep it."""

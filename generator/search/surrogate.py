@@ -34,7 +34,7 @@ SCALE = 0.05
 than another one. In the replay 0.02 and 0.1 are nearly as good."""
 
 Row = tuple[float, ...]
-"""A config by the places of its values (`LegalConfigs.rank`) and, with experience, its window
+"""A config by the places of its values (as in `LegalConfigs.rank`) and, with experience, its window
 (`LegalConfigs.window`) and what it is expected to take."""
 Vector = NDArray[np.float64]
 

@@ -17,6 +17,10 @@ from generator.problem import ITEMSIZE, RMSNORM_BACKWARD
 from generator.space.expressions import DERIVED, GIVEN_NAMES, Expression
 from generator.space.space import Fixed, Knob, Rule, Space
 
+UNPREDICTED = ("pipeline", "producer")
+"""A knob and its value that no predicted kernel has: the model of times was fitted to none, so that
+a prediction would be a guess."""
+
 
 def space_file(operation: str = RMSNORM_BACKWARD) -> Path:
     """Return the file with the search space of an operation: its own, or that of operations like

@@ -10,6 +10,7 @@ import json
 import lzma
 import re
 from collections.abc import Callable, Iterator
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from optuna.storages import BaseStorage, JournalStorage
 from optuna.storages.journal import BaseJournalBackend
 
 from generator.errors import NormforgeError
-from generator.studies.journal import SealedRecords, corrupt_error
+from generator.studies.journal import SealedRecords, corrupt_error, without_seal
 from generator.studies.storage import prepare_optuna
 
 _HEAD = re.compile(
@@ -33,10 +34,13 @@ class _AllNeededError(Exception):
 
 class _Excerpt(BaseJournalBackend):
     """A journal that is read once. wanted: says of the name of a study whether its records are;
-    None for all of them. Studies have the numbers that they have in the whole journal."""
+    None for all of them; first: as in `read_journal`. Studies have the numbers that they have in
+    the whole journal."""
 
-    def __init__(self, path: Path, wanted: Callable[[str], bool] | None) -> None:
-        self._path, self._wanted = path, wanted
+    def __init__(
+        self, path: Path, wanted: Callable[[str], bool] | None, first: int | None = None
+    ) -> None:
+        self._path, self._wanted, self._first = path, wanted, first
         self._names: dict[str, int] = {}
         self._kept: set[int] = set()
         self._read = False
@@ -45,7 +49,7 @@ class _Excerpt(BaseJournalBackend):
         if self._read:
             return
         self._read = True
-        for line in _lines(self._path):
+        for line in _lines(self._path, self._first):
             if self._wanted is None or self._belongs(line, self._wanted):
                 yield json.loads(line)
 
@@ -66,16 +70,19 @@ class _Excerpt(BaseJournalBackend):
         raise RuntimeError("an excerpt is there to be read")
 
 
-def read_journal(path: Path, wanted: Callable[[str], bool] | None = None) -> BaseStorage:
+def read_journal(
+    path: Path, wanted: Callable[[str], bool] | None = None, first: int | None = None
+) -> BaseStorage:
     """The studies of a journal, packed or not, with the records of those whose names are wanted,
-    by default all. Nothing is written. Raises NormforgeError where any record of the journal is not
-    what was written; OSError."""
+    by default all. first: of the journal's records only so many, which are the studies as they were
+    before the others were appended. Nothing is written. Raises NormforgeError where any record of
+    the journal is not what was written; OSError."""
     prepare_optuna()
     try:
         try:
-            return JournalStorage(_Excerpt(path, wanted))
+            return JournalStorage(_Excerpt(path, wanted, first))
         except _AllNeededError:
-            return JournalStorage(_Excerpt(path, None))
+            return JournalStorage(_Excerpt(path, None, first))
     except (NormforgeError, OSError):
         raise
     except (lzma.LZMAError, EOFError) as error:
@@ -86,7 +93,20 @@ def read_journal(path: Path, wanted: Callable[[str], bool] | None = None) -> Bas
         raise corrupt_error(path, f"Optuna cannot replay it ({type(error).__name__})") from error
 
 
-def _lines(path: Path) -> Iterator[bytes]:
+def digest_of(path: Path, first: int | None = None) -> tuple[int, str]:
+    """How many records a journal has, packed or not, or its `first` ones; and 16 hex digits that
+    stand for them, whether or not others follow."""
+    digest, count = sha256(), 0
+    for line in _lines(path, first):
+        digest.update(without_seal(line))
+        count += 1
+    return count, digest.hexdigest()[:16]
+
+
+def _lines(path: Path, first: int | None = None) -> Iterator[bytes]:
+    """All are read, because the seal of the last one covers them."""
     opener: Any = lzma.open if path.suffix == ".xz" else open
     with opener(path, "rb") as file:
-        yield from SealedRecords(path).read(file)
+        for number, line in enumerate(SealedRecords(path).read(file)):
+            if first is None or number < first:
+                yield line

@@ -30,6 +30,11 @@ _FIELD = b',"seal":"%s"}\n'
 _FIELD_BYTES = len(_FIELD % bytes(_DIGITS))
 
 
+def without_seal(line: bytes) -> bytes:
+    """A line of a journal as it would be without its seal, if it has one."""
+    return _SEAL.sub(b"}\n", line)
+
+
 def corrupt_error(path: Path, reason: str) -> NormforgeError:
     """The error for a study file that cannot be trusted."""
     return NormforgeError(

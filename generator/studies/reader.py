@@ -123,12 +123,14 @@ def read_studies(
     *,
     importance: bool = False,
     wanted: Callable[[StudyFacts], bool] | None = None,
+    first: int | None = None,
 ) -> list[Study]:
     """The studies with trials at `where`: a storage URL, or the folder of a GPU with a study file,
     packed or not. Raises NormforgeError when there is none.
 
     importance: compute that of the knobs, too. wanted: says of each study whether to read it, by
-    default all; where it wants none, there are none."""
+    default all; where it wants none, there are none. first: of a folder, only so many records of
+    its journal, as `read_journal` does."""
 
     if "://" in str(where):
         file = database_file(where)
@@ -142,7 +144,7 @@ def read_studies(
                 f"no studies in {where}: neither {JOURNAL_NAME} nor {JOURNAL_NAME}.xz; "
                 "tune first, or name another folder with --out"
             )
-        storage = read_journal(Path(place), wanted and partial(_belongs, wanted))
+        storage = read_journal(Path(place), wanted and partial(_belongs, wanted), first)
     found = _read(storage, place, importance, wanted)
     if not found and wanted is None:
         raise NormforgeError(f"{place} has no study with finished trials")

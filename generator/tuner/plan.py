@@ -11,7 +11,7 @@ from generator.operations import Operation, operation_of
 from generator.problem import Problem
 from generator.search.budget import Budget
 from generator.space.forward_space import forwards_with
-from generator.space.load import load_space_once
+from generator.space.load import UNPREDICTED, load_space_once
 from generator.space.space import Space
 from generator.studies.records import study_name
 from generator.studies.storage import JOURNAL_NAME, is_shared
@@ -69,10 +69,9 @@ class Plan:
 
     @property
     def space(self) -> Space:
-        """Read from its file in every process: a space holds compiled rules. The model of predicted
-        times was fitted to no kernel with a producer, so that a prediction would be a guess."""
+        """Read from its file in every process: a space holds compiled rules."""
         space = load_space_once(self.space_file)
-        return space if self.devices else space.without("pipeline", "producer")
+        return space if self.devices else space.without(*UNPREDICTED)
 
     @property
     def where(self) -> str | Path:

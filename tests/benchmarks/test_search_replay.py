@@ -442,11 +442,11 @@ def test_no_rival_is_better_in_a_committed_comparison() -> None:
 def test_the_search_is_within_2_percent_of_the_optimum_after_100_evaluations(
     swept: Recording,
 ) -> None:
-    """Nine of ten seeds get there, and seven of ten after 50; the benchmark has the table of 50
-    seeds. Random search must do clearly worse, or this would hold nothing."""
+    """At least 23 of 24 seeds get there, and seven of ten after 50; the benchmark has the table of
+    50 seeds. Random search must do clearly worse, or this would hold nothing."""
     names = ("random", "this tuner")
     lucky, ours = compare(swept, 24, names, checkpoints=(50, 100), processes=1, close=0.02)
-    assert ours.close[1] >= 0.9
+    assert ours.close[1] >= 0.95
     assert ours.close[0] >= 0.7
     assert lucky.close[0] < 0.65
     assert ours.reached[0] > lucky.reached[0]

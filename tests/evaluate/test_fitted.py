@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from hashlib import sha256
 from math import exp
+from pathlib import Path
 from statistics import fmean
 
 import pytest
@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from benchmarks.pages.text import read
 from benchmarks.prediction.fit import examples, fit_all
 from benchmarks.prediction.score import least, score
-from benchmarks.prediction.shapes import MEASURED, Shape, physical, read_shapes
+from benchmarks.prediction.shapes import MEASURED, Shape, digests_of, physical, read_shapes
+from generator.cli.pack import pack
 from generator.evaluate.predict.correction import BOUND
 from generator.evaluate.predict.evaluator import Predictor
 from generator.evaluate.predict.fitted import (
@@ -29,25 +30,52 @@ from generator.paths import GENERATED
 from generator.problem import Problem
 from generator.result import Result
 from generator.search.choose_winner import Preference, choose
-from generator.space.load import load_space
+from generator.space.load import UNPREDICTED, load_space
 from generator.studies.records import INCUMBENT_STAYS, study_name
+from generator.studies.storage import JOURNAL_NAME, open_storage
 from generator.target import find_target
+from tests.support.searches import search, won
+from tests.support.synthetic import FakeEvaluator, cost
 
 SPACE = load_space()
 FITTED = load_fitted()
+FOLDERS = [GENERATED / gpu for gpu in MEASURED]
 GB200 = find_target("gb200")
 PLAIN = Problem.parse("4096x4096:bf16")
 
 
 @pytest.fixture(scope="module")
 def shapes() -> list[Shape]:
-    return read_shapes([GENERATED / gpu for gpu in MEASURED])
+    return read_shapes(FOLDERS, known=FITTED.studies)
 
 
 def test_fitted_file_is_of_the_committed_studies() -> None:
-    for name, digest in FITTED.studies.items():
-        found = sha256((GENERATED / name).read_bytes()).hexdigest()
-        assert found.startswith(digest), f"{name} changed: python -m benchmarks.prediction fit"
+    """As they were: searches that go on append to them, and leave the model as it is."""
+    found = digests_of(FOLDERS, FITTED.studies)
+    assert found == FITTED.studies, "what was fitted changed: python -m benchmarks.prediction fit"
+
+
+def test_a_shape_may_get_a_kernel_that_is_never_predicted_and_the_model_stays(
+    tmp_path: Path,
+) -> None:
+    """The model is of the trials that it saw. One that sees the later ones, too, learns of the same
+    kinds of kernels: the others are left out, also as winners."""
+    folder = tmp_path / "h200"
+    folder.mkdir()
+    journal = folder / JOURNAL_NAME
+    knob, value = UNPREDICTED
+    search(open_storage(journal), trials=20, space=SPACE.without(knob, value))
+    pack(folder)
+    seen, before = digests_of([folder]), read_shapes([folder])
+    faster = FakeEvaluator(lambda variant: cost(variant) - 0.4 * (variant[knob] == value))
+    winner = won(search(open_storage(journal), faster, trials=36))
+    assert winner.config[knob] == value
+    pack(folder)
+    assert digests_of([folder], seen) == seen != digests_of([folder])
+    assert read_shapes([folder], known=seen) == before
+    (now,) = read_shapes([folder])
+    assert len(before[0].trials) <= len(now.trials) < 36
+    assert all(config[knob] != value for config in (now.won, *(t.config for t in now.trials)))
 
 
 @pytest.mark.parametrize("name", ["widths", "gpus", "layernorm"])

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from statistics import fmean, median
@@ -246,6 +247,25 @@ def test_the_surrogate_finds_better_configs_sooner_than_chance() -> None:
         by_chance.append(min(ratio_of(config) for config in drawn if config))
     assert fmean(best) < fmean(by_chance)
     assert fmean(last) < fmean(first)
+
+
+def test_a_knob_of_one_value_changes_no_proposal(tmp_path: Path) -> None:
+    """So a space that gains a knob, but no config, is searched as before."""
+    several = {"slice_columns": [32, 64, 128, 16], "stages": [3, 2, 4], "grid": ["full", "even"]}
+    several |= {"store_hint": ["default", "streaming"], "ctas_per_sm": [1, 2, 3]}
+    space = shrink(tmp_path, LEGAL.first(1)[0], **several)
+    fewer = replace(space, knobs=tuple(k for k in space.knobs if k.name != "column_sums"))
+    assert len(fewer.knobs) == len(space.knobs) - 1
+    found = []
+    for one in (space, fewer):
+        study = new_study(LegalSampler(LegalConfigs(one, PROBLEM, TARGET), seed=1))
+        configs = []
+        for _ in range(3 * FIRST):
+            trial = study.ask(distributions(one))
+            configs.append({**trial.params, "column_sums": "late"})
+            study.tell(trial, ratio_of(configs[-1]))
+        found.append(configs)
+    assert found[0] == found[1]
 
 
 def test_a_study_in_which_nothing_may_win_goes_on() -> None:

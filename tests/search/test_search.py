@@ -15,10 +15,12 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
 from generator.errors import NormforgeError
+from generator.kernels.strategies import is_deterministic
 from generator.kernels.variant import Variant, make_variant
 from generator.problem import Problem
 from generator.result import Result
 from generator.search.budget import Budget, Progress
+from generator.space.legal_configs import LegalConfigs
 from generator.studies.records import Winner, study_name
 from generator.studies.storage import open_storage
 from generator.studies.study_log import METRIC, StudyLog, stored_winners
@@ -40,6 +42,25 @@ def test_the_search_ends_when_nothing_is_left(storage: BaseStorage, tmp_path: Pa
     space = shrink(tmp_path, LEGAL.first(1)[0], store_hint=["default", "streaming"])
     winner = won(search(storage, space=space, budget=Budget(trials=500, sweep_limit=1)))
     assert winner.trials == 2
+
+
+def test_a_search_with_nothing_left_still_measures_the_overhead_of_determinism(
+    storage: BaseStorage, tmp_path: Path
+) -> None:
+    """As much of it as the budget says, though more trials are left, and no more in a later run."""
+    several = {"strategy": ["column_slices", "atomic"], "stages": [3, 2, 4]}
+    several |= {"store_hint": ["default", "streaming"], "grid": ["full", "even"]}
+    space = shrink(tmp_path, LEGAL.first(1)[0], **several)
+    every = LegalConfigs(space, PROBLEM, TARGET).first(100)
+    eligible = sum(map(is_deterministic, every))
+    assert len(every) - eligible > 6
+    budget = Budget(trials=100, sweep_limit=1)
+    winner = won(search(storage, space=space, budget=budget))
+    origins = Counter(record.origin for record in records(storage))
+    assert origins == {"seed": 2, "search": eligible - 1, "overhead": 5}
+    again = FakeEvaluator()
+    assert search(storage, again, space=space, budget=budget) == winner
+    assert again.evaluated == []
 
 
 def test_seconds_end_a_search(storage: BaseStorage) -> None:

@@ -10,8 +10,9 @@ import pytest
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
+from generator.cli.pack import pack as pack_short
 from generator.errors import NormforgeError
-from generator.studies.excerpt import read_journal
+from generator.studies.excerpt import digest_of, read_journal
 from generator.studies.storage import JOURNAL_NAME, open_storage
 
 NAMES = ["one", "two", "three"]
@@ -65,6 +66,23 @@ def test_all_are_read_unless_somebody_asks_for_some(journal: Path) -> None:
         assert values(read_journal(journal), name) == values(open_storage(journal), name)
 
 
+def test_the_first_records_are_the_studies_as_they_were(journal: Path) -> None:
+    """Though others follow, in a journal that was unpacked, and packed again with other seals."""
+    count, digest = digest_of(pack_short(journal.parent))
+    storage = open_storage(journal)
+    optuna.load_study(study_name="one", storage=storage).add_trial(create_trial(value=9.0))
+    optuna.create_study(study_name="four", storage=storage)
+    assert count == len(journal.read_bytes().splitlines()) - 2
+    for make in (lambda: journal, lambda: pack_short(journal.parent)):
+        path = make()
+        assert digest_of(path, count) == (count, digest)
+        assert digest_of(path)[0] == count + 2 and digest_of(path)[1] != digest
+        was, now = read_journal(path, first=count), read_journal(path)
+        assert [s.study_name for s in was.get_all_studies()] == NAMES
+        assert values(was, "one") == [0.0, 1.0, 2.0, 3.0] and values(now, "one")[4:] == [9.0]
+        assert values(read_journal(path, lambda name: name == "one", count), "one")[4:] == []
+
+
 def test_a_name_that_was_taken_makes_no_study(journal: Path) -> None:
     """Two processes may have created a study at the same time: the second record is void."""
     storage = open_storage(journal)
@@ -99,6 +117,12 @@ def test_damage_of_a_study_that_nobody_wants_is_told_too(journal: Path, wanted: 
         with pytest.raises(NormforgeError, match=r"changed, doubled or lost") as caught:
             read_journal(path, lambda name: name == wanted)
         assert str(path) in str(caught.value)
+
+
+def test_damage_behind_the_first_records_is_told_too(journal: Path) -> None:
+    journal.write_bytes(journal.read_bytes().replace(b'"value":23.0', b'"value":23.5'))
+    with pytest.raises(NormforgeError, match=r"changed, doubled or lost"):
+        read_journal(journal, first=3)
 
 
 def test_a_torn_last_record_is_passed_over_and_left_where_it_is(journal: Path) -> None:
