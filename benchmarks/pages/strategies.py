@@ -26,7 +26,7 @@ def _cell(own: dict[str, Any], at: int) -> str:
 
 
 def rules() -> str:
-    """What was tried against searches that stay with one strategy."""
+    """Return what was tried against searches that stay with one strategy."""
     rows = []
     for row in read(FILE)["rules"]:
         replay, made_up = row["replay"], row["made_up"]

@@ -62,14 +62,14 @@ class Shape:
 
 
 def journal_of(folder: Path) -> str:
-    """What the fit calls the journal of a folder, whether or not a run has unpacked it."""
+    """Return what the fit calls the journal of a folder, whether or not a run has unpacked it."""
     return f"{folder.name}/{JOURNAL_NAME}.xz"
 
 
 def digests_of(folders: Sequence[Path], known: Mapping[str, str] = {}) -> dict[str, str]:
-    """Of the journals of some folders how many records they have and a digest of these, by which a
-    test knows what was made of others. known: such sayings; of the journals in them only as many
-    records count as they say."""
+    """Return, of the journals of some folders, the number of records and a digest of these, by
+    which a test knows what was made of others. known: such sayings; of the journals in them only as
+    many records count as they say."""
     found = {}
     for folder in folders:
         name = journal_of(folder)
@@ -79,7 +79,7 @@ def digests_of(folders: Sequence[Path], known: Mapping[str, str] = {}) -> dict[s
 
 
 def first_of(known: Mapping[str, str], name: str) -> int | None:
-    """How many records `digests_of` says that a journal has; None where it says nothing of it."""
+    """Return how many records `digests_of` says that a journal has, None where it says nothing."""
     return int(known[name].split()[0]) if name in known else None
 
 

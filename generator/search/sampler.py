@@ -156,8 +156,8 @@ class LegalSampler(BaseSampler):
         return [known[key] for key in keys]
 
     def _places(self, config: Config) -> Row:
-        """Those of the values of knobs that have several: a forest draws among features, and one
-        that tells nothing would take the place of another."""
+        """Return the places of the values of those knobs that have several: a forest draws among
+        features, and one that tells nothing would take the place of another."""
         rank = self.legal.rank(config)
         return tuple(rank[place] for place in self._varying)
 

@@ -94,8 +94,8 @@ def read_journal(
 
 
 def digest_of(path: Path, first: int | None = None) -> tuple[int, str]:
-    """How many records a journal has, packed or not, or its `first` ones; and 16 hex digits that
-    stand for them, whether or not others follow."""
+    """Count the records of a journal, packed or not, or its `first` ones; and give 16 hex digits
+    that stand for them, whether or not others follow."""
     digest, count = sha256(), 0
     for line in _lines(path, first):
         digest.update(without_seal(line))
