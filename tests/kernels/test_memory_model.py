@@ -276,7 +276,7 @@ def unlisted(strategies: Sequence[Strategy]) -> set[str]:
 
 def test_every_fragment_of_a_strategy_is_listed() -> None:
     assert unlisted(STRATEGIES) == set()
-    planted = Strategy("relay", ("turns", "dw_relay"), adds="in_turns")
+    planted = Strategy("relay", ("turns", "dw_relay"), way="in_turns")
     assert unlisted((*STRATEGIES, planted)) == {"dw_relay"}
 
 
