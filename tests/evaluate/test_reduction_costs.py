@@ -41,7 +41,7 @@ def test_a_mailbox_waits_for_no_release_and_empties_its_places() -> None:
     slices, mailbox = (
         case(variant(strategy=name, slice_columns=64)) for name in ("column_slices", "mailbox")
     )
-    one, other = (DW_REDUCTIONS[str(c.variant.strategy)](c) for c in (slices, mailbox))
+    one, other = (DW_REDUCTIONS[c.variant.strategy.way](c) for c in (slices, mailbox))
     assert one["arrival"] - other["arrival"] == pytest.approx(MODEL.release_us)
     emptied = mailbox.launch.participants * 1024 * 4
     assert other["sums"] - one["sums"] == pytest.approx(

@@ -243,7 +243,7 @@ def test_rejection_of_a_knob_that_means_nothing_there_names_the_reason(space: Sp
     assert rejection is not None
     assert rejection.rule == "when"
     assert "slice_columns cannot be 64" in rejection.sentence
-    assert "strategy in ('column_slices', 'mailbox', 'separate')" in rejection.sentence
+    assert "when way in ('slices', 'flagged_slices', 'second_kernel')" in rejection.sentence
 
 
 # ---- Normalising ---------------------------------------------------------------------------------
