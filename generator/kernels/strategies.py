@@ -44,6 +44,16 @@ class Strategy:
         return f"{self.name} (free)" if self.order == "free" else self.name
 
     @property
+    def template(self) -> str:
+        """The name of its own file, without `dw_`: unlike its name, no other row has it."""
+        return next(f.removeprefix("dw_") for f in self.fragments if f.startswith("dw_"))
+
+    @property
+    def knobs(self) -> dict[str, str]:
+        """The values that choose it."""
+        return {"strategy": self.name, "order": self.order}
+
+    @property
     def adds(self) -> str:
         """When a CTA adds its partial dw to the others': `in_turns`, `on_arrival`, where the order
         differs from run to run, or `by_index`: each leaves a row and others sum it. "" where there
