@@ -23,7 +23,7 @@ for table in sorted(Path("generated").glob("*/*/table.json")):
     package = ".".join(("normforge", *table.parent.parts))
     folders[package] = str(table.parent)
     data[package] = ["*.json", "*.xz", "kernels/*", "include/**/*"]
-    for name in find_packages(str(table.parent)):  # of one that stands alone
+    for name in find_packages(str(table.parent)):  # those of a package that stands alone
         packages.append(f"{package}.{name}")
         data[f"{package}.{name}"] = ["*.cpp", "*.h"]
 
@@ -42,7 +42,7 @@ class Build(build_py):
                 shutil.copy(header, include)
 
     def find_package_modules(self, package: str, folder: str) -> list[tuple[str, str, str]]:
-        """Without the module that finds the packages in a checkout."""
+        """Find the modules without the one that finds the packages in a checkout."""
         found = super().find_package_modules(package, folder)
         return [entry for entry in found if entry[:2] != ("normforge", "generated")]
 
@@ -58,7 +58,7 @@ class BuildNative(Build):
 
             from normforge.native.build import prebuild
 
-            if version.cuda is None and asked != "cpu":  # which the tests ask for
+            if version.cuda is None and asked != "cpu":  # tests ask for the CPU
                 raise RuntimeError("this PyTorch is not for CUDA: build with one that is")
             prebuild(Path(self.build_lib, "normforge", "native"))
         except ImportError as error:

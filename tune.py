@@ -40,8 +40,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _interrupted(number: int, frame: object) -> None:
-    """Ctrl-C where there is nothing to put in order: while modules are imported, or at the end."""
-    cursor = b"\x1b[?25h" if os.isatty(2) else b""  # which a live display hides
+    """End after Ctrl-C where there is nothing to put in order: while modules are imported, or at
+    the end."""
+    cursor = b"\x1b[?25h" if os.isatty(2) else b""  # a live display hides it
     os.write(2, cursor + b"tune.py: interrupted\n")
     os._exit(128 + number)
 

@@ -1,4 +1,4 @@
-"""Whether the bits of the batch-invariant package depend on the rows alone, on a GPU.
+"""Check on a GPU that the bits of the batch-invariant package depend on the rows alone.
 
     python -m benchmarks.batch_invariance --out batch_invariance.json
 
@@ -31,10 +31,10 @@ from generator.operations.operation import TORCH_DTYPE
 from normforge.spec import CHUNK_ROWS
 
 ELEMENTS = 1 << 27
-"""Of the whole batch, at most."""
+"""The most elements of the whole batch."""
 FORMS = ("plain", "gaps", "odd address")
 PROCESSES = 4
-"""At a time: one is busy on the host, while the GPU waits."""
+"""Processes at a time: one is busy on the host, while the GPU waits."""
 
 
 class Case:
@@ -63,7 +63,7 @@ class Case:
         return self.package.rmsnorm_backward(dy, x, self.rstd[start:stop], self.weight, **options)
 
     def differs(self, random: Random) -> str:
-        """What differs in one random batch, "" for nothing."""
+        """Return what differs in one random batch, "" when nothing does."""
         most = 14 if random.random() < 0.9 else 16
         count = min(self.M, 1 + int(2 ** random.uniform(0, most)))
         start = random.randint(0, self.M - count)
@@ -93,7 +93,7 @@ class Case:
 
 
 def check(case: Case, cases: int, seconds: float) -> dict[str, Any]:
-    """Up to `cases` random batches, for at most so many seconds."""
+    """Check up to `cases` random batches, for at most so many seconds."""
     random, begin, faults, done = Random(case.N), time.time(), [], 0
     while done < cases and time.time() - begin < seconds:
         fault = case.differs(random)
@@ -111,7 +111,7 @@ def check(case: Case, cases: int, seconds: float) -> dict[str, Any]:
 
 
 def check_width(name: str, N: int, dtype: str, cases: int, seconds: float) -> dict[str, Any]:
-    """`check` of one width of the package `name`."""
+    """Do `check` for one width of the package `name`."""
     found = check(Case(import_module(name), N, dtype), cases, seconds)
     torch.cuda.empty_cache()
     return found

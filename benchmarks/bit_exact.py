@@ -51,8 +51,8 @@ from normforge.spec import Launch
 
 @dataclass
 class Emulated:
-    """What the emulator and NVRTC made of one case: the outputs by name for each set of inputs, or
-    the reason why nothing can be compared."""
+    """The results of the emulator and of NVRTC for one case: the outputs by name for each set of
+    inputs, or the reason why nothing can be compared."""
 
     case: Case
     results: list[dict[str, torch.Tensor]]
@@ -121,7 +121,7 @@ def run_on_gpu(
 
 
 def first_difference(ours: torch.Tensor, theirs: torch.Tensor) -> str:
-    """ "" when all bits agree, else the first place that differs and both values."""
+    """Return "" when all bits agree, else the first place that differs and both values."""
     view = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[ours.element_size()]
     different = ours.contiguous().view(view) != theirs.contiguous().view(view)
     if not bool(different.any()):
@@ -132,7 +132,7 @@ def first_difference(ours: torch.Tensor, theirs: torch.Tensor) -> str:
 
 
 def compare_case(emulated: Emulated) -> dict[str, Any]:
-    """One row of the report. outcome: equal, different, skipped (the GPU cannot launch the
+    """Return one row of the report. outcome: equal, different, skipped (the GPU cannot launch the
     variant) or failed (a side gave nothing to compare)."""
     case = emulated.case
     spec, launch = small_launch(case.variant, case.problem.M, case.participants)
@@ -163,7 +163,7 @@ def compare_case(emulated: Emulated) -> dict[str, Any]:
 
 
 def environment(session: Session, target: Target, processes: int) -> dict[str, Any]:
-    """What the result depends on, and when it was made."""
+    """Return the facts that the result depends on, and when it was made."""
     compiler = subprocess.run(
         [find_compiler() or "", "--version"], capture_output=True, text=True, check=True
     )

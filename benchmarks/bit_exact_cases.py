@@ -1,4 +1,4 @@
-"""What benchmarks/bit_exact.py compares: variants, each with a problem, a layout and inputs."""
+"""The cases of benchmarks/bit_exact.py: variants, each with a problem, a layout and inputs."""
 
 from __future__ import annotations
 
@@ -23,11 +23,32 @@ REDUCTIONS: tuple[Config | None, ...] = (
     *({"strategy": strategy.name, "order": strategy.order} for strategy in STRATEGIES),
     None,
 )
-"""None: a kernel for any N, of an operation that has some."""
+"""The reductions, and None: a kernel for any N, of an operation that has some."""
 DTYPES = (("bf16",) * 2, ("fp16",) * 2, ("fp32",) * 2, ("bf16", "fp32"), ("fp16", "fp32"))
 WIDTHS = (
-    *(1, 6, 33, 64, 77, 128, 129, 256, 333, 512, 1000, 1001, 1024, 1536, 2048, 2050, 3072, 4096),
-    *(4104, 5120, 8192, 12288, 16384),
+    1,
+    6,
+    33,
+    64,
+    77,
+    128,
+    129,
+    256,
+    333,
+    512,
+    1000,
+    1001,
+    1024,
+    1536,
+    2048,
+    2050,
+    3072,
+    4096,
+    4104,
+    5120,
+    8192,
+    12288,
+    16384,
 )
 MOST_ELEMENTS = 1 << 20
 
@@ -49,7 +70,7 @@ class Case:
 
 
 def draw_case(index: int, seed: int, target: Target, operation: str = RMSNORM_BACKWARD) -> Case:
-    """Case `index`: reduction kinds and dtypes in turn, the rest at random."""
+    """Draw case `index`: reduction kinds and dtypes in turn, the rest at random."""
     rng = random.Random(f"{seed} {index}")
     reductions = REDUCTIONS if OPERATIONS[operation].fallbacks else REDUCTIONS[:-1]
     reduction = reductions[index % len(reductions)]
@@ -68,8 +89,8 @@ def draw_case(index: int, seed: int, target: Target, operation: str = RMSNORM_BA
 
 
 def draw_fallback(problem: Problem, target: Target, rng: random.Random) -> Variant | None:
-    """One of the kernels that packages have for any N up to their own; None where none serves the
-    problem."""
+    """Draw one of the kernels that packages have for any N up to their own; None where none serves
+    the problem."""
     fallbacks = fallbacks_of(problem.dtype, problem.weight_dtype, target)
     kernels = [variant for variant in fallbacks if serves(variant, problem)]
     return rng.choice(kernels) if kernels else None
@@ -107,7 +128,8 @@ def draw_variant(
 
 
 def draw_layout(variant: Variant, rng: random.Random) -> Layout:
-    """Dense rows, or strides and bases that are multiples of what the variant needs and no more."""
+    """Draw dense rows, or strides and bases that are multiples of what the variant needs and no
+    more."""
     if rng.random() < 0.5:
         return Layout()
     aligned = 16 if variant["pipeline"] == "bulk" else variant["vector_bytes"]

@@ -1,4 +1,4 @@
-"""What the commands in this folder share: options, refusals in one sentence, progress."""
+"""The common parts of the commands in this folder: options, refusals in one sentence, progress."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def command_line(doc: str | None, *required: str, **defaults: Any) -> ArgumentPa
 
 
 def exit_code(file: str, run: Callable[[], int]) -> int:
-    """What `run` returns; 2 where it raises NormforgeError, after printing the sentence behind the
-    name of the command's file."""
+    """Return what `run` returns; 2 where it raises NormforgeError, after printing the sentence
+    behind the name of the command's file."""
     try:
         return run()
     except NormforgeError as error:

@@ -47,13 +47,14 @@ TUNED = (
 """The default of --tuned: few widths, because a tuner compiles for each of them anew."""
 
 PREPARE_SHARE = 0.4
-"""Of the seconds: what compiling in advance may take."""
+"""The share of the seconds that compiling in advance may take."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = command_line(
-        *(__doc__, "out"),
+        __doc__,
+        "out",
         module=None,
         op=None,
         shapes="compare",
@@ -116,8 +117,8 @@ def compare(args: argparse.Namespace) -> int:
 
 
 def _set_environment(processes: int) -> None:
-    """Variables that the peers' compilers read when they are imported, here and in the preparing
-    processes: each of those compiles alone, and QuACK's tuner uses every core."""
+    """Set the variables that the peers' compilers read when they are imported, here and in the
+    preparing processes: each of those compiles alone, and QuACK's tuner uses every core."""
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     os.environ.setdefault("QUACK_COMPILE_WORKERS", str(processes))
 

@@ -40,7 +40,7 @@ from generator.problem import RMSNORM_BACKWARD, Problem
 from normforge.table import TABLE, Table
 
 RESERVE_SECONDS = 40.0
-"""Kept for the code paths and the report; no shape is begun in them."""
+"""Seconds kept for the code paths and the report; no shape is begun in them."""
 
 
 FUNCTIONS = {RMSNORM_BACKWARD: "rmsnorm_backward", "layernorm_backward": "layer_norm_backward"}
@@ -49,7 +49,7 @@ FUNCTIONS = {RMSNORM_BACKWARD: "rmsnorm_backward", "layernorm_backward": "layer_
 
 @dataclass(frozen=True)
 class Plan:
-    """What to compare. problems: all of `operation`; tuned: the shapes for peers that tune
+    """The plan of a comparison. problems: all of `operation`; tuned: the shapes for peers that tune
     themselves; until: the end, on the monotonic clock."""
 
     problems: tuple[Problem, ...]
@@ -116,7 +116,7 @@ class Comparison:
         return 0
 
     def measure_shape(self, problem: Problem) -> Row:
-        """One row of the results file, without the paths."""
+        """Measure one row of the results file, without the paths."""
         names = [OURS, *(peer.name for peer in self.plan.peers_of(problem))]
         contenders = {name: self.contenders[name] for name in names}
         mixed = problem.weight_dtype != problem.dtype
@@ -128,7 +128,7 @@ class Comparison:
         return make_row(problem, add_us, run.cells, facts, run.beside_us) | {"sets": run.sets}
 
     def _plain_weight(self, inputs: Inputs) -> Callable[[], Gradients]:
-        """Ours on the same inputs, with the weight in x's dtype."""
+        """Time ours on the same inputs, with the weight in x's dtype."""
         return self.contenders[OURS].bind(replace(inputs, weight=inputs.weight.to(inputs.x.dtype)))
 
     def record_paths(self, results: Results) -> None:
@@ -193,7 +193,7 @@ def operation_of_package(folder: Path, asked: str | None = None) -> str:
 
 
 def load_peers(wanted: Sequence[Peer], timer: Timer) -> tuple[dict[str, Contender], dict[str, str]]:
-    """By name the peers that are there, and why the others are not."""
+    """Load the peers. Returns those that are there by name, and why the others are not."""
     found: dict[str, Contender] = {}
     missing: dict[str, str] = {}
     for peer in wanted:
@@ -242,7 +242,7 @@ def make_row(
     facts: dict[str, Any],
     plain_weight_us: float | None = None,
 ) -> Row:
-    """One row of the results file. facts: what the module's `explain` says about the shape;
+    """Make one row of the results file. facts: what the module's `explain` says about the shape;
     plain_weight_us: of ours with a weight of x's dtype, where the problem's has another."""
     return {
         "M": problem.M,

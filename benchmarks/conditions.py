@@ -1,4 +1,4 @@
-"""Whether configs rank alike under the flush and under rotation, how noisily, and at what price.
+"""Compare the flush with rotation: whether configs rank alike, how noisily, and at what price.
 
     python -m benchmarks.conditions --out conditions.json
 
@@ -46,13 +46,13 @@ FAMILY = ("strategy", "order", "pipeline", "cluster", "threads_per_row", "rows_p
 """Knobs by which two configs are of different families here. Unlike the families of the search
 (generator/space/family.py), they tell all strategies apart; the committed results have them."""
 FAMILIES = 7
-"""Of each shape, that of the winner among them."""
+"""Families of each shape, that of the winner among them."""
 HINTS = ("evict_last", "default")
 TRIALS, FINALS = 6, 5
 """Blocks of each config alone, and of all together."""
 
 Blocks = list[list[float]]
-"""Of each entry, its median ratio to the floor in every block."""
+"""The median ratio to the floor in every block, for each entry."""
 
 
 def families(study: Study, number: int = FAMILIES) -> list[Config]:
@@ -82,16 +82,16 @@ def halves(blocks: Blocks) -> float:
 
 
 def spread(blocks: Blocks) -> float:
-    """How far the medians of one entry's blocks scatter: their standard deviation over their mean;
-    the median over the entries."""
+    """Return how far the medians of one entry's blocks scatter, as their standard deviation over
+    their mean; the median over the entries."""
     return median(stdev(own) / mean(own) for own in blocks)
 
 
 def summary(hints: Sequence[str], found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """What the blocks of a shape say. hints: of each entry, each config's HINTS in their order;
-    found: `trials` and `finals` of each condition. loss: by how much what a condition's trials
-    rank first is slower, in the finals of the other or the same one, than what these rank first.
-    hint: time with the hint over that without, in finals."""
+    """Summarise the blocks of a shape. hints: of each entry, each config's HINTS in their order;
+    found: `trials` and `finals` of each condition. loss: by how much what a condition's trials rank
+    first is slower, in the finals of the other or the same one, than what these rank first. hint:
+    time with the hint over that without, in finals."""
     middle = {
         (condition, kind): [median(own) for own in found[condition][kind]]
         for condition in found

@@ -72,11 +72,28 @@ def count(module: Path, shapes: str, problems: list[Problem]) -> list[dict[str, 
 
     Raises NormforgeError when ncu is missing or fails."""
     command = [
-        *("ncu", "--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none"),
-        *("--cache-control", "all", "--profile-from-start", "off"),
-        *("--metrics", ",".join(metric for metric, _ in METRICS.values())),
-        *(sys.executable, "-m", "benchmarks.counters"),
-        *("--module", str(module.resolve()), "--shapes", shapes, "--inside"),
+        "ncu",
+        "--csv",
+        "--page",
+        "raw",
+        "--print-units",
+        "base",
+        "--clock-control",
+        "none",
+        "--cache-control",
+        "all",
+        "--profile-from-start",
+        "off",
+        "--metrics",
+        ",".join(metric for metric, _ in METRICS.values()),
+        sys.executable,
+        "-m",
+        "benchmarks.counters",
+        "--module",
+        str(module.resolve()),
+        "--shapes",
+        shapes,
+        "--inside",
     ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=REPOSITORY)
@@ -87,7 +104,8 @@ def count(module: Path, shapes: str, problems: list[Problem]) -> list[dict[str, 
     if done.returncode or start is None:
         last = (done.stderr or done.stdout).strip().splitlines()[-1:]
         raise NormforgeError(f"ncu failed: {' '.join(last)}")
-    kernels = list(csv.DictReader(io.StringIO("\n".join(lines[start:]))))[1:]  # after the units
+    # The first row has the units.
+    kernels = list(csv.DictReader(io.StringIO("\n".join(lines[start:]))))[1:]
     rows: list[dict[str, Any]] = []
     for kernel in map(read, kernels):
         if "_backward" not in kernel["kernel"] and "sum_partials" not in kernel["kernel"]:
@@ -101,7 +119,7 @@ def count(module: Path, shapes: str, problems: list[Problem]) -> list[dict[str, 
 
 
 def read(line: dict[str, str]) -> dict[str, Any]:
-    """One kernel's counters from a line of ncu's table."""
+    """Read one kernel's counters from a line of ncu's table."""
     found: dict[str, Any] = {"kernel": line["Kernel Name"][:60]}
     for name, (metric, factor) in METRICS.items():
         found[name] = float(line[metric].replace(",", "")) * factor
@@ -112,7 +130,8 @@ def read(line: dict[str, str]) -> dict[str, Any]:
 
 
 def run(module: Path, problems: list[Problem]) -> None:
-    """What ncu profiles: the floor and the module's call on every shape, each warmed up once."""
+    """Run what ncu profiles: the floor and the module's call on every shape, each warmed up
+    once."""
     import torch
 
     from generator.operations.rmsnorm_backward import make_inputs

@@ -1,4 +1,5 @@
-"""What determinism costs: the winner of a shape beside sums in any order, searched as long.
+"""Measure the overhead of determinism: the winner of a shape beside sums in any order, searched as
+long.
 
     python -m benchmarks.determinism_overhead --out overhead.json
 
@@ -44,9 +45,9 @@ from generator.tuner.choose_device import choose_target
 BEST = 5
 """Configs of which neighbours are tried."""
 FROM_STUDY = 1 / 3
-"""Of the trials: configs of the study with the reduction exchanged."""
+"""The share of the trials that are configs of the study with the reduction exchanged."""
 SIDE_BY_SIDE = 8
-"""Of the fastest configs of one reduction."""
+"""The number of the fastest configs of one reduction that are timed side by side."""
 BLOCKS = 3
 
 
@@ -107,7 +108,7 @@ class Climb:
 def overhead(
     legal: LegalConfigs, pool: Pool, evaluator: Shortlisting, study: Study, seed: int
 ) -> dict[str, Any]:
-    """One shape: the winner and the fastest of each free reduction, side by side."""
+    """Measure one shape: the winner and the fastest of each free reduction, side by side."""
     winner = study.winner
     assert winner is not None
     strategy = strategy_of(winner.config)

@@ -50,12 +50,12 @@ from normforge.spec import KernelSpec, Launch, plan_launch
 from normforge.table import Table
 
 ELEMENTS = 1 << 27
-"""Of the largest random shape, by default."""
+"""The most elements of a random shape, by default."""
 ENOUGH, MOST = 16384, 16
 """Elements of dw to draw, and draws."""
 
 Errors = dict[str, dict[str, float]]
-"""By implementation and by result."""
+"""Errors by implementation and by result."""
 
 
 def random_shapes(count: int, seed: int, elements: int = ELEMENTS) -> list[Problem]:
@@ -87,12 +87,12 @@ def normal_inputs(problem: Problem, device: torch.device, seed: int) -> Inputs:
 
 
 def composite(inputs: Inputs) -> Callable[[], Gradients]:
-    """PyTorch's operations one after another."""
+    """Compute the gradients by PyTorch's operations, one after another."""
     return partial(decomposed_backward, inputs.dy, inputs.x, inputs.rstd, inputs.weight)
 
 
 def in_fp32(bind: Bind) -> Bind:
-    """The same with a weight of equal values in fp32, and so with dw in fp32."""
+    """Return the binding for a weight of equal values in fp32, and so for dw in fp32."""
     return lambda inputs: bind(replace(inputs, weight=inputs.weight.float()))
 
 
@@ -124,7 +124,8 @@ def in_emulator(table: Table, dw_in_fp32: bool) -> Bind:
 
 
 def executed(source: str, spec: KernelSpec, launch: Launch, dw_in_fp32: bool = False) -> Bind:
-    """One kernel on the CPU. A call raises NormforgeError where the emulator finds a fault."""
+    """Execute one kernel on the CPU. A call raises NormforgeError where the emulator finds a
+    fault."""
     call_options = CallOptions(dw_mode=DW_IN_FP32 if dw_in_fp32 else DW_IN_WEIGHT_DTYPE)
 
     def run(inputs: Inputs) -> Gradients:
@@ -138,7 +139,8 @@ def executed(source: str, spec: KernelSpec, launch: Launch, dw_in_fp32: bool = F
 
 
 def errors(problem: Problem, calls: Mapping[str, Bind], device: torch.device) -> Errors:
-    """Of every implementation; those that do not take the problem are left out."""
+    """Measure the errors of every implementation; those that do not take the problem are left
+    out."""
     wrong: dict[str, list[float]] = {name: [0.0, 0.0] for name in calls}
     whole = [0.0, 0.0]
     for seed in range(max(2, min(MOST, ceil(ENOUGH / problem.N)))):
@@ -185,7 +187,8 @@ def row(problem: Problem, found: Errors, facts: Mapping[str, Any]) -> dict[str, 
 
 
 def worst(rows: Sequence[Mapping[str, Any]]) -> str:
-    """For every pair of dtypes the largest ratio of ours to each of the others, and where."""
+    """Describe for every pair of dtypes the largest ratio of ours to each of the others, and where
+    it is."""
     lines = []
     kinds: dict[str, list[Mapping[str, Any]]] = {}
     for each in rows:

@@ -1,4 +1,4 @@
-"""Which of a package's kernels serves few rows best, at tuned N and M that nobody tuned.
+"""Compare the kernels of a package for few rows, at tuned N and M that nobody tuned.
 
     python -m benchmarks.few_rows --module generated/h200/rmsnorm_backward \
         --out benchmarks/results/few_rows_h200.json
@@ -67,8 +67,8 @@ def candidates(package: Package, problem: Problem) -> Iterator[tuple[str, Kernel
 
 
 def measure(folder: Path, package: Package, problem: Problem, session: Session) -> dict[str, Any]:
-    """What the file says of a problem: the times of the floor and of ATen, µs, and of every kernel
-    its ratio to the floor."""
+    """Return what the file says of a problem: the times of the floor and of ATen, µs, and of every
+    kernel its ratio to the floor."""
     workload = session.workload(problem)
     found = list(candidates(package, problem))
     benches = [

@@ -1,4 +1,4 @@
-"""What the ratio to the floor owes to the way in which the L2 is made cold.
+"""Measure how the ratio to the floor depends on the way in which the L2 is made cold.
 
     python -m benchmarks.flushes --out benchmarks/results/flushes_h200.json
 
@@ -47,7 +47,7 @@ PEER_SHAPES = (
     "32768x3072:bf16,65536x3072:bf16,4096x8192:fp32,4096x16384:fp32"
 )
 READ_BYTES = 128 << 20
-"""By plain reads: more than twice the L2 of an H200."""
+"""Bytes of plain reads: more than twice the L2 of an H200."""
 
 
 class Condition(Timer):

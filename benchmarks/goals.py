@@ -1,4 +1,4 @@
-"""What the rows of a comparison say about the goals of its operation on an H200."""
+"""Checks the rows of a comparison against the goals of its operation on an H200."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from generator.problem import Problem, load_problems
 
 LARGE_BYTES = 400e6
 MEAN_LIMITS = {RMSNORM_BACKWARD.name: 1.12, "layernorm_backward": 1.08}
-"""Of the ratio to the floor, its geometric mean, by operation."""
+"""Limits of the ratio to the floor, its geometric mean, by operation."""
 BF16_LIMITS = {
     "65536x3072, 65536x8192, 16384x16384": 1.06,
     "4096x16384, 4096x32768, 4096x65536": 1.12,
     "4096x4096, 4096x8192": 1.12,
     "4096x1024, 4096x2048": 1.18,
 }
-"""Of the ratio to the floor, at each of these shapes in bf16."""
+"""Limits of the ratio to the floor, at each of these shapes in bf16."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class Goal:
 
 
 def geometric_mean(values: Iterable[float]) -> float:
-    """Of positive numbers; infinity for none, and when one is infinite."""
+    """Return the geometric mean of positive numbers; infinity for none, and when one is
+    infinite."""
     logs = [log(value) if value < inf else inf for value in values]
     return exp(sum(logs) / len(logs)) if logs and max(logs) < inf else inf
 
@@ -96,8 +97,13 @@ def _by_class(plain: dict[Problem, Row], every: Sequence[Problem]) -> list[Goal]
         each("traffic ≥ 400 MB", 1.05, large),
         *(each(text, limit, bf16(text)) for text, limit in BF16_LIMITS.items()),
         _each(
-            *(f"{short}, each", "≤ floor + 2.5 µs", 2.5, bf16(short)),
-            *(plain, behind, "floor + {:.2f} µs"),
+            f"{short}, each",
+            "≤ floor + 2.5 µs",
+            2.5,
+            bf16(short),
+            plain,
+            behind,
+            "floor + {:.2f} µs",
         ),
         each("fp32 and fp16 at M=4096, N ≥ 4096", 1.10, other),
     ]

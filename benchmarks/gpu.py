@@ -29,7 +29,8 @@ from normforge.api import Package
 from normforge.table import TABLE
 
 BLOCKS, ROUNDS = 3, 15
-"""How often operations take turns: blocks of one CUDA graph each, and rounds in a block."""
+"""The number of blocks, of one CUDA graph each, in which operations take turns, and of rounds in a
+block."""
 
 
 def check_cuda() -> None:
@@ -39,7 +40,8 @@ def check_cuda() -> None:
 
 
 def this_machine(device: int = 0) -> Environment:
-    """What a results file says about a GPU of this machine. Raises NormforgeError without one."""
+    """Return what a results file says about a GPU of this machine. Raises NormforgeError without
+    one."""
     check_cuda()
     return machine(device_facts(device))
 
@@ -64,7 +66,8 @@ def open_session(device: int = 0, condition: str = FLUSH) -> Session:
 
 
 def open_gpu(gpu: str = "auto", device: int = 0) -> tuple[Session, Target]:
-    """The same with its target. Raises NormforgeError where that is another one than `gpu`."""
+    """Open a session with its target. Raises NormforgeError where that is another one than
+    `gpu`."""
     session = open_session(device)
     return session, target_of(session.facts, gpu)
 

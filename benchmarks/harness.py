@@ -28,7 +28,7 @@ from generator.problem import Problem
 HOST_CALLS = 20
 HOST_REPEATS = 9
 PATH_CHARACTERS = 70
-"""Of each kernel's name; those that CuTe DSL makes run to several hundred."""
+"""The most characters of each kernel's name; those that CuTe DSL makes run to several hundred."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Contender:
 
 @dataclass
 class Cell:
-    """What is known about one implementation on one shape.
+    """The measurements of one implementation on one shape.
 
     us: median GPU time of the whole operation; host_us: host time of one call; error_dx, error_dw:
     ||out - ref|| / ||ref|| against float64, dw being all sums over rows; deterministic: equal bits
@@ -254,7 +254,8 @@ def kernel_path(call: Callable[[], object]) -> str:
 
 
 def short_name(kernel: str) -> str:
-    """`void at::native::(anonymous namespace)::f<float>(int)` becomes `at::native::f`."""
+    """Shorten a kernel's name: `void at::native::(anonymous namespace)::f<float>(int)` becomes
+    `at::native::f`."""
     name = kernel.replace("(anonymous namespace)::", "").removeprefix("void ")
     name = name.split("<")[0]
     if not name.startswith(("Memset", "Memcpy")):

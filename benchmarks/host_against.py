@@ -54,7 +54,7 @@ def load(folder: Path) -> Any:
 
 
 class Side:
-    """One of the two packages, whose operators take the name of a package, whether or not those of
+    """One of two packages. Its operators take the name of a package, whether or not those of
     its version did: at the same cost."""
 
     def __init__(self, package: Any) -> None:

@@ -78,7 +78,7 @@ def host_us(
 
 
 def ratios(times: dict[str, list[float]]) -> dict[str, list[float]]:
-    """Of the pairs of `COMPARED` that were timed, in every pass."""
+    """Return the ratios of the pairs of `COMPARED` that were timed, in every pass."""
     return {
         f"{one} / {other}": [round(a / b, 3) for a, b in zip(times[one], times[other], strict=True)]
         for one, other in COMPARED
@@ -114,7 +114,7 @@ def grad(result: torch.Tensor, leaves: tuple[torch.Tensor, ...], dy: torch.Tenso
 
 
 def entry_points(package: Package, inputs: Inputs) -> Calls:
-    """What a training program and what compiled code calls."""
+    """Return the calls of a training program and of compiled code."""
     dy, x, rstd, weight = inputs.dy, inputs.x, inputs.rstd, inputs.weight
     ops, name, leaves = package.ops, package.name, leaves_of(inputs)
     module = package.RMSNorm(x.shape[-1], 1e-6, device=x.device, dtype=weight.dtype)
@@ -179,7 +179,7 @@ def whole_calls(package: Package, inputs: Inputs) -> Calls:
 
 
 def layer_norm_calls(package: LayerNormPackage, inputs: Inputs) -> Calls:
-    """The same of LayerNorm, with a bias."""
+    """Return the calls of a LayerNorm with a bias."""
     dy, x, weight, rstd = inputs.dy, inputs.x, inputs.weight, inputs.rstd
     mean = getattr(inputs, "mean", None)
     assert mean is not None

@@ -1,4 +1,4 @@
-"""What one knob does: the best configs of a study with each of its values, side by side.
+"""Compare the values of one knob: the best configs of a study with each of them, side by side.
 
     python -m benchmarks.knob arrival --shapes 4096x256:bf16,4096x4096:bf16 --out arrival.json
 
@@ -39,7 +39,7 @@ from generator.studies.reader import Study, read_studies
 from generator.target import Target
 
 BLOCKS = "in_blocks"
-"""What can be compared like a knob: the field of a variant."""
+"""The field of a variant that can be compared like a knob."""
 Family = Mapping[int | str, Variant]
 """One config with each value of the knob, by the value."""
 
@@ -74,7 +74,7 @@ def families(
     names = {each.name for each in space.knobs}
     for record in ranked:
         if record.config.keys() != names:
-            continue  # of another space: what it left open was not measured
+            continue  # it is of another space, whose open knobs were not measured
         family = family_of(space, knob, record.config, problem, target)
         if len(family) > 1 and family not in found:
             found.append(family)

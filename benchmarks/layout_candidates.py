@@ -1,4 +1,4 @@
-"""Which layouts benchmarks/layouts.py times for a vector size and a bracket of N."""
+"""Chooses the layouts that benchmarks/layouts.py times for a vector size and a bracket of N."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from generator.target import Target
 COARSE = (256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
 FINE = tuple(sorted((*COARSE, 128, 384, 640, 1280, 2560, 5120)))
 LONG = (20480, 24576, 32768, 40960, 49152, 65536)
-"""Of rows that clusters share."""
+"""Lengths of rows that clusters share."""
 BRACKETS = {2: FINE, 4: FINE, 8: COARSE, 16: (*COARSE, *LONG)}
 """The brackets of each vector size. Kernels of narrow vectors are busy with instructions, of which
 there are as many as columns in the bracket."""
@@ -37,7 +37,7 @@ CHOICES = (
     ("registers", "smem"),
     ("evict_last",),
 )
-"""What is drawn for a layout, in the order of its fields."""
+"""The choices that are drawn for a layout, in the order of its fields."""
 LONG_CHOICES = (
     tuple(product(("async",), (2, 3, 4, 5, 6))),
     (128, 192, 256, 384, 512, 768),
@@ -50,11 +50,11 @@ LONG_CHOICES = (
     (2, 4, 8, 16),
     (0, 12, 20, 28),
 )
-"""The same for LONG brackets."""
+"""The choices that are drawn for LONG brackets."""
 SIZES = tuple(BRACKETS)
 TIMED_ROWS = (4096, 65536)
 TIMED_ELEMENTS = 1 << 28
-"""At most: the widest rows are fewer."""
+"""The most elements of a timed problem: the widest rows are fewer."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,8 @@ class Group:
         return max((n for n in BRACKETS[self.vector_bytes] if n < self.columns), default=0) + 1
 
     def problems(self, rows: Iterable[int] = TIMED_ROWS) -> list[Problem]:
-        """At two N of the bracket, an eighth from its ends, that no wider vector divides."""
+        """Return problems at two N of the bracket, an eighth from its ends, that no wider vector
+        divides."""
         low = self.least - 1 or self.columns // 2
         edge = (self.columns - low) // 8
         unit = self.vector_bytes // ITEMSIZE[self.dtype]
@@ -82,7 +83,7 @@ class Group:
 
     @property
     def widest(self) -> Problem:
-        """What the rules of the space are asked about."""
+        """The problem for which the rules of the space are asked."""
         return self._problem(MANY_ROWS, self.columns)
 
     def _problem(self, M: int, N: int) -> Problem:
@@ -101,8 +102,8 @@ def legal(
 
 
 def known(group: Group, ours: Iterable[Variant], target: Target) -> list[Variant]:
-    """What the fallback kernels have for the group, then the same of brackets up to twice as wide
-    or half as wide; each with either hint for its loads."""
+    """Return the variants that the fallback kernels have for the group, then those of brackets up
+    to twice as wide or half as wide; each with either hint for its loads."""
     same = [v for v in ours if v["vector_bytes"] == group.vector_bytes]
     same.sort(key=lambda v: abs(v.N - group.columns))
     near = [v for v in same if group.columns <= 2 * v.N <= 4 * group.columns]
@@ -117,7 +118,8 @@ def known(group: Group, ours: Iterable[Variant], target: Target) -> list[Variant
 
 
 def draw(group: Group, target: Target, count: int, seed: int) -> list[Variant]:
-    """At most `count` legal layouts, the same for the same seed; first those of the model."""
+    """Draw at most `count` legal layouts, the same for the same seed; those that the model predicts
+    to be fastest come first."""
     space, problem = load_space(), group.widest
     long = group.columns in LONG
     choices: list[Any] = list(product(*(LONG_CHOICES if long else CHOICES)))
@@ -139,8 +141,8 @@ def draw(group: Group, target: Target, count: int, seed: int) -> list[Variant]:
 
 
 def fits(variant: Variant, registers: int) -> bool:
-    """Whether it will probably compile without spills and no thread idles much. The registers
-    allowed are what 300 compiles for sm_90a needed beside the estimate of the rules."""
+    """Return True if a variant will probably compile without spills and no thread idles much. The
+    registers allowed are what 300 compiles for sm_90a needed beside the estimate of the rules."""
     rows = variant["rows_in_flight"] if variant["reload"] == "none" else 0
     more = 2 * (variant["vector_bytes"] // 4 + rows) * variant.vectors
     idle = variant["threads_per_row"] > 32 and variant.idle_columns * 3 > variant.columns
@@ -148,5 +150,5 @@ def fits(variant: Variant, registers: int) -> bool:
 
 
 def layout_of(variant: Variant) -> Layout:
-    """What the fallback kernels would have for it."""
+    """Return the layout that the fallback kernels would have for the variant."""
     return Layout(variant.N, *(variant[field.name] for field in fields(Layout)[1:]))

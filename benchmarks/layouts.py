@@ -1,4 +1,4 @@
-"""Which layout of a fallback kernel is fastest, by the bytes of a vector and the bracket of N.
+"""Find the fastest layout of a fallback kernel, by the bytes of a vector and the bracket of N.
 
     python -m benchmarks.layouts --out benchmarks/results/layouts_h200.json
 
@@ -65,7 +65,7 @@ class LayoutSession(Session):
 
 
 def refusals(gpu: Supervisor, group: Group, made: Made, target: Target) -> dict[str, str]:
-    """Why candidates cannot be timed, by id: what the compiler and what the GPU says."""
+    """Return why candidates cannot be timed, by id: what the compiler and what the GPU says."""
     found: dict[str, str] = {}
     for name, (variant, compiled) in made.items():
         if refused := refuse_fallback(variant, compiled, target):
@@ -82,7 +82,8 @@ def refusals(gpu: Supervisor, group: Group, made: Made, target: Target) -> dict[
 
 
 def measure(gpu: Supervisor, group: Group, made: Made, target: Target) -> dict[str, Any]:
-    """What the file says of a group. Raises WorkerLostError or ProblemError without times."""
+    """Return what the file says of a group. Raises WorkerLostError or ProblemError without
+    times."""
     refused = refusals(gpu, group, made, target)
     usable = [pair for name, pair in made.items() if name not in refused]
     if not usable:

@@ -1,4 +1,4 @@
-"""What kernels with a producer gain: many configs of the search space beside the kernel
+"""Measure what kernels with a producer gain: many configs of the search space beside the kernel
 that the package has for the shape.
 
     python -m benchmarks.pipelines --out pipelines.json [--shapes SHAPES] [--configs 170]
@@ -105,7 +105,7 @@ def candidates(problem: Problem, target: Target) -> Iterator[Config]:
 
 
 def drawn(problem: Problem, target: Target, number: int, seed: int) -> list[Config]:
-    """So many of them, a few of each family and number of teams."""
+    """Draw so many configs, a few of each family and number of teams."""
     found = list(candidates(problem, target))
     random.Random(seed).shuffle(found)
     count: Counter[tuple[Any, ...]] = Counter()
@@ -124,13 +124,13 @@ def package_of(target: Target, problem: Problem) -> Path:
 
 
 def compiles(config: Config, problem: Problem, arch: str) -> bool:
-    """Whether a config becomes machine code without spills, which is then in the cache."""
+    """Return True if a config becomes machine code without spills, which is then in the cache."""
     compiled = compile_variant(make_variant(config, problem), arch)
     return not compiled.error and not compiled.spills
 
 
 def fault_of(bench: Bench, workload: Any) -> str:
-    """What is wrong with a kernel, "" for nothing."""
+    """Return what is wrong with a kernel, "" when nothing is."""
     found = check_accuracy(bench, workload.inputs, workload.expected).fault
     return found or check_repeats(bench, workload.cancelling, CHECKED_RUNS)
 

@@ -1,4 +1,5 @@
-"""Where numbers come from: the commit, the GPU itself, the libraries, and the machine code."""
+"""Records where numbers come from: the commit, the GPU itself, the libraries, and the machine
+code."""
 
 from __future__ import annotations
 
@@ -12,8 +13,16 @@ from typing import Any
 from generator.paths import REPOSITORY
 
 LIBRARIES = (
-    *("triton", "cuda-python", "nvidia-cuda-nvrtc", "nvidia-cudnn-cu13", "nvidia-cudnn-frontend"),
-    *("liger-kernel", "quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi", "transformers"),
+    "triton",
+    "cuda-python",
+    "nvidia-cuda-nvrtc",
+    "nvidia-cudnn-cu13",
+    "nvidia-cudnn-frontend",
+    "liger-kernel",
+    "quack-kernels",
+    "nvidia-cutlass-dsl",
+    "apache-tvm-ffi",
+    "transformers",
 )
 """Distributions whose kernels or compilers may run, whatever a benchmark compares."""
 OF_GPU = ("sms", "uuid", "driver", "cuda_driver", "torch")
@@ -31,8 +40,8 @@ def origin(facts: Mapping[str, Any], *, timed: bool) -> dict[str, Any]:
 
 @cache
 def commit() -> str:
-    """That of the checkout, with `+changes` where tracked files differ from it; `unknown` where
-    this is no checkout."""
+    """Return the checkout's commit, with `+changes` where tracked files differ from it; `unknown`
+    where this is no checkout."""
     try:
         found = _git("rev-parse", "--short=12", "HEAD")
         return found + "+changes" * bool(_git("status", "--porcelain", "--untracked-files=no"))

@@ -1,4 +1,4 @@
-"""Whether the kernels of packages are what their tables say: compiles all of them anew.
+"""Check that the kernels of packages are what their tables say, by compiling all of them anew.
 
     python -m benchmarks.rebuild [--gpu h200 ...] [--sources] [--kernels 20] [--processes 4]
 
@@ -54,7 +54,7 @@ class Rebuilt:
 
     @property
     def proves(self) -> bool:
-        """Whether a difference is one of the kernel, not of the compiler."""
+        """True when a difference is one of the kernel, not of the compiler."""
         return self.then == self.now
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Whether finals held again choose the same kernel, and whether a search done again finds it.
+"""Repeat finals and searches, to see if they choose and find the same kernel again.
 
     python -m benchmarks.repeatability --out repeatability.json
 
@@ -62,7 +62,7 @@ SHAPES = ",".join(
 TIE = 0.01
 """Kernels whose times differ by less are as good."""
 PROCESSES, BLOCKS = 2, 5
-"""In which all winners are timed side by side: GPU processes, and blocks in each."""
+"""The GPU processes in which all winners are timed side by side, and the blocks in each."""
 
 Won = list[tuple[str, Config]]
 """Winners, and by which of GROUPS."""
@@ -110,21 +110,21 @@ def side_by_side(
 
 
 def gap(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
-    """By how much a kernel is slower than another, relative to it, and the standard error of that.
-    From their ratios in the same blocks."""
+    """Return by how much a kernel is slower than another, relative to it, and the standard error of
+    that, from their ratios in the same blocks."""
     each = [ratio - 1 for ratio in map(truediv, first, second)]
     return mean(each), stdev(each) / sqrt(len(each))
 
 
 def tie(first: Sequence[float], second: Sequence[float]) -> bool:
-    """Whether two kernels count as equal by their ratios in the same blocks."""
+    """Return True if two kernels count as equal by their ratios in the same blocks."""
     difference, error = gap(first, second)
     return abs(difference) <= max(TIE, 2 * error)
 
 
 def agreement(row: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Of the winners of each of GROUPS, and of all: pairs, pairs of one kernel, and pairs that
-    tie."""
+    """Count, for the winners of each of GROUPS and for all, the pairs, the pairs of one kernel, and
+    the pairs that tie."""
     blocks = {kernel["kernel"]: kernel["blocks"] for kernel in row["kernels"]}
     found = {}
     for group in (*GROUPS[:2], "all"):
@@ -144,7 +144,7 @@ def repeat(
     studies: Mapping[Problem, Study],
     args: argparse.Namespace,
 ) -> dict[str, Any]:
-    """One shape. Raises ProblemError where it cannot be timed."""
+    """Repeat the finals and searches of one shape. Raises ProblemError where it cannot be timed."""
     study, began = studies[legal.problem], time.monotonic()
     assert study.winner is not None
     gpu.spare(args.searches + args.repeats + PROCESSES)
@@ -153,7 +153,11 @@ def repeat(
     budget, won = Budget(args.trials), Won()
     for seed in range(args.searches):
         winner = search_problem(
-            *(legal, pool, evaluator, InMemoryStorage(), budget),
+            legal,
+            pool,
+            evaluator,
+            InMemoryStorage(),
+            budget,
             known_winners=others,
             seed=seed,
         )

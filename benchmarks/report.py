@@ -65,7 +65,7 @@ def _title(environment: Environment) -> str:
 
 
 def missing_sentence(missing: dict[str, str]) -> str:
-    """Which peers were left out and why; "" when all took part."""
+    """Say which peers were left out and why; "" when all took part."""
     if not missing:
         return ""
     reasons = "; ".join(f"{TITLES[name]} ({reason})" for name, reason in missing.items())
@@ -213,7 +213,7 @@ def plot(environment: Environment, rows: Sequence[Row], path: Path) -> str:
     titles = {"ours": "Normforge", **TITLES}
 
     figure, (bars, dots) = pyplot.subplots(
-        *(1, 2), figsize=(10.5, 4.6), width_ratios=(1, 1.5), layout="constrained"
+        1, 2, figsize=(10.5, 4.6), width_ratios=(1, 1.5), layout="constrained"
     )
     figure.suptitle(f"{_title(environment)} on {environment['gpu']}")
     drawn = bars.barh(

@@ -38,7 +38,8 @@ OURS = "ours"
 LONGEST = (100, 100, 2500)
 """Characters of an entry on one line: of the document, of its entries, and of all below."""
 SAME = ("gpu", "uuid", "commit", "driver", "torch", "triton", "peers", "module", "harness")
-"""What must not differ between the rows of one file. Of the module, its digest."""
+"""Keys of the facts that must not differ between the rows of one file. Of the module, it is its
+digest."""
 
 
 def problem_of(row: Row, operation: str = RMSNORM_BACKWARD) -> Problem:
@@ -47,7 +48,8 @@ def problem_of(row: Row, operation: str = RMSNORM_BACKWARD) -> Problem:
 
 
 def cell_of(row: Row, name: str) -> dict[str, Any] | None:
-    """What a row says of ours or of a peer, under the same keys; None where it took no part."""
+    """Return what a row says of ours or of a peer, under the same keys; None where it took no
+    part."""
     if name != OURS:
         return row["peers"].get(name)
     own = f"{OURS}_"
@@ -75,8 +77,8 @@ class Results:
 
     @classmethod
     def resume(cls, path: Path, environment: Environment) -> Results:
-        """What the file already has, or nothing when there is none. Raises NormforgeError when it
-        was measured under other conditions."""
+        """Read what the file already has, or nothing when there is none. Raises NormforgeError when
+        it was measured under other conditions."""
         if not path.exists():
             return cls(path, environment)
         found = cls.read(path)
@@ -154,7 +156,7 @@ def _check_same(path: Path, old: Environment, new: Environment, same: Iterable[s
 
 
 def module_facts(folder: Path, table: str = TABLE) -> dict[str, Any]:
-    """Where a package lies, and the digests of the table that names its kernels and of each of
+    """Return a package's path, and the digests of the table that names its kernels and of each of
     these. Raises NormforgeError where there is no such table."""
     try:
         content = (folder / table).read_bytes()
@@ -197,7 +199,7 @@ def json_text(document: object) -> str:
 
 
 def _lines(value: Any, depth: int) -> str:
-    """Of what JSON has: dicts with keys of text, lists, and plain values."""
+    """Format what JSON has: dicts with keys of text, lists, and plain values."""
     text = json.dumps(value)
     if len(text) <= LONGEST[min(depth, 2)] or not isinstance(value, dict | list):
         return text

@@ -37,14 +37,15 @@ from normforge.spec import SUM_KERNEL
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
 SANITIZED_ROWS = 300
-"""Under compute-sanitizer, which is slow."""
+"""Rows under compute-sanitizer, which is slow."""
 CLEAN = re.compile(r"\b0 (errors|hazards)")
 REPORT_LINES = 200
-"""Of a tool that found something, kept with the results."""
+"""Lines of a tool's report that are kept with the results, if it found something."""
 
 
 def disturb(session: Session, kernel: Kernel, launches: int) -> dict[str, Any]:
-    """How many of so many launches, in pairs, gave other bits than the kernel without delays."""
+    """Count how many of so many launches, in pairs, gave other bits than the kernel without
+    delays."""
     workload = session.workload(kernel.problem)
     inputs = workload.cancelling
     plain = workload.bench(kernel.plain)
@@ -84,7 +85,7 @@ def disturb(session: Session, kernel: Kernel, launches: int) -> dict[str, Any]:
 
 
 def inside(path: Path) -> None:
-    """What compute-sanitizer watches: two launches of each kernel."""
+    """Run what compute-sanitizer watches: two launches of each kernel."""
     session = open_session()
     for kernel in pickle.loads(path.read_bytes()):
         print(f"========= {kernel.label}", flush=True)  # in the tool's report, before what it says

@@ -29,7 +29,7 @@ PROBLEMS: dict[Problem, int] = {
     Problem(2000, 1024, "bf16", "bf16", operation="layernorm_backward"): 1,
     Problem(9000, 1024, "bf16", "bf16", operation="rmsnorm_invariant_backward"): 1,
 }
-"""Each with the CTAs of a cluster."""
+"""The problems, each with the CTAs of a cluster."""
 PIPELINES = ("async", "bulk")
 DELAYED = re.compile(
     r"(DEVICE [^;{}]*?\b(?:send_words|receive_words|(?:load|store|add)_workspace\w*|load_acquire"
@@ -45,7 +45,7 @@ DEVICE void delay() {
   if ((r & 7) == 0) __nanosleep((r >> 3) & 2047);
 }
 """
-"""One call in eight sleeps, for up to 2 µs (twice that, as __nanosleep may)."""
+"""A function of which one call in eight sleeps, for up to 2 µs (twice that, as __nanosleep may)."""
 
 CONTROLS: dict[str, tuple[Config, str, str]] = {
     "no barrier before the ticket": (
@@ -69,7 +69,8 @@ CONTROLS: dict[str, tuple[Config, str, str]] = {
 
 @dataclass(frozen=True)
 class Kernel:
-    """Compiled twice, as it is and with delays. planted: the bug that its delayed copy has."""
+    """A kernel that is compiled twice, as it is and with delays. planted: the bug that its delayed
+    copy has."""
 
     problem: Problem
     strategy: str

@@ -1,4 +1,4 @@
-"""What a module gives on shapes that nobody tuned, beside tuning those very shapes.
+"""Compare what a module gives on shapes that nobody tuned with tuning those very shapes.
 
     python -m benchmarks.untuned --module generated/h200/rmsnorm_backward --rows 20 --widths 10 \
         --trials 200 --out benchmarks/results/untuned_h200.json
@@ -46,8 +46,8 @@ def log_uniform(rng: random.Random, low: int, high: int) -> int:
 
 
 def draw(package: Package, rows: int, widths: int, seed: int) -> list[tuple[str, Problem]]:
-    """("M", problem) with a tuned N, then ("N", problem) with none; dtypes in turns; log-uniform,
-    M from 1 to 100,000 and N from 128 to 16,384, at most 2^29 elements."""
+    """Draw ("M", problem) with a tuned N, then ("N", problem) with none; dtypes in turns;
+    log-uniform, M from 1 to 100,000 and N from 128 to 16,384, at most 2^29 elements."""
     rng = random.Random(seed)
     known: dict[str, set[int]] = {}
     for entry in package.table.tuned:
@@ -70,14 +70,15 @@ def draw(package: Package, rows: int, widths: int, seed: int) -> list[tuple[str,
 
 
 def named(package: Package, shapes: str) -> list[tuple[str, Problem]]:
-    """The same for shapes given by name, in the form of tune.py. Raises NormforgeError."""
+    """Return shapes given by name, in the form of tune.py. Raises NormforgeError."""
     known = {entry.N for entry in package.table.tuned}
     return [("M" if p.N in known else "N", p) for p in load_problems(shapes)]
 
 
 def kernels(problem: Problem, winner: Winner, package: Package) -> dict[str, Any]:
-    """What a row says of the two kernels: `ours_kernel` is the stem of the module's files, None
-    where it has no kernel; `tuned` the variant that the search found, `tuned_config` its knobs."""
+    """Return what a row says of the two kernels: `ours_kernel` is the stem of the module's files,
+    None where it has no kernel; `tuned` the variant that the search found, `tuned_config` its
+    knobs."""
     choice = package.table.choose(problem.M, problem.N, problem.dtype, problem.weight_dtype)
     return {
         "shape": str(problem),
@@ -92,7 +93,8 @@ def kernels(problem: Problem, winner: Winner, package: Package) -> dict[str, Any
 def compare(
     problem: Problem, winner: Winner, package: Package, session: Session, target: Target
 ) -> dict[str, Any]:
-    """Times of the floor, the module's choice, the kernel tuned for the problem and ATen, µs."""
+    """Return times of the floor, the module's choice, the kernel tuned for the problem and ATen,
+    µs."""
     workload = session.workload(problem)
     inputs = workload.inputs
     tuned = bench_of(workload, winner.config, target)

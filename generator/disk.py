@@ -31,8 +31,8 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_json(path: Path) -> Any:
-    """What a file holds, or where it is missing, `<name>.xz` beside its place. Raises OSError, and
-    ValueError for what is no JSON."""
+    """Parse a JSON file; where it is missing, `<name>.xz` beside it. Raises OSError, and ValueError
+    for content that is not JSON."""
     if path.exists():
         return json.loads(path.read_text(encoding="utf-8"))
     with lzma.open(path.with_name(f"{path.name}.xz"), "rt", encoding="utf-8") as packed:

@@ -9,7 +9,7 @@ class NormforgeError(Exception):
 
 
 def one_line(error: object, length: int | None = None) -> str:
-    """What an error says, in one line of at most `length` characters."""
+    """Return an error's message as one line of at most `length` characters."""
     return " ".join(str(error).split())[:length]
 
 

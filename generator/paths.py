@@ -1,4 +1,4 @@
-"""Where the parts of the checkout are."""
+"""The paths of the parts of the checkout."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import normforge
 REPOSITORY = Path(__file__).resolve().parent.parent
 TEMPLATES = REPOSITORY / "templates"
 INCLUDE = REPOSITORY / "generated" / "include"
-"""Those headers of sources that are templates, as RMSNorm's kernels have them."""
+"""The headers of sources that are templates, as RMSNorm's kernels have them."""
 SEARCH_SPACES = REPOSITORY / "search_spaces"
 GENERATED = REPOSITORY / "generated"
-"""What runs wrote: `results_of` has the folder of each GPU."""
+"""The folder that runs write to: `results_of` has the folder of each GPU."""
 CACHE = REPOSITORY / ".cache"
 LIBRARY = REPOSITORY / "normforge"
 
@@ -24,12 +24,12 @@ def template_named(name: str) -> Path:
 
 
 def header_folders() -> list[Path]:
-    """Where `#include` of an emitted source finds its headers."""
+    """Return the folders in which `#include` of an emitted source finds its headers."""
     return [TEMPLATES, *sorted(path for path in TEMPLATES.iterdir() if path.is_dir()), INCLUDE]
 
 
 def program_version() -> str:
-    """That of the library."""
+    """Return the version of the library."""
     return normforge.__version__
 
 

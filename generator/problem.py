@@ -1,4 +1,4 @@
-"""What is computed: an operation, and the shape and dtypes of one call."""
+"""The problem to compute: an operation, and the shape and dtypes of one call."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ RMSNORM_BACKWARD = "rmsnorm_backward"
 
 @dataclass(frozen=True)
 class Sums:
-    """What the kernels of an operation add up. Threads, registers, shared memory, workspace and
-    predictions follow from it.
+    """The sums of an operation's kernels. Threads, registers, shared memory, workspace and
+    predictions follow from them.
 
     row_sums: sums over a row, which all of its outputs need; column_sums: sums over the rows of one
     column, whose partial sums lie behind each other: N of the first, N of the second; statistics:
@@ -42,7 +42,8 @@ class Sums:
 
 @cache
 def sums_of(operation: str) -> Sums:
-    """By its signature. Raises KeyError for an unknown operation."""
+    """Return the sums of an operation, from its signature. Raises KeyError for an unknown
+    operation."""
     signature = signature_of(operation)
     return Sums(signature.row_sums, signature.column_sums, len(signature.statistics))
 
@@ -53,12 +54,12 @@ _PROBLEM = re.compile(
 )
 _LONG_NAMES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32"}
 _MOST_DIGITS = 12
-"""More rows than any GPU holds."""
+"""Digits of the largest M and N: more than any GPU holds."""
 _FORM = "MxN:dtype[:weight dtype][+offset][+residual[_dtype]]"
 
 
 class ItemSizes:
-    """What follows from the operation and the dtypes of a problem alone."""
+    """The sizes that follow from the operation and the dtypes of a problem alone."""
 
     operation: str
     dtype: str
@@ -72,7 +73,7 @@ class ItemSizes:
 
     @property
     def sums(self) -> Sums:
-        """What its kernels add up."""
+        """The sums of the operation's kernels."""
         return sums_of(self.operation)
 
     @property

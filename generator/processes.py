@@ -1,4 +1,4 @@
-"""What every process that the tuner starts does first."""
+"""The set-up and the end of every process that the tuner starts."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from typing import Any
 from generator.errors import NormforgeError
 
 MANAGER_SECONDS = 1.0
-"""For a killed process to go, and for the thread of its pool to notice."""
+"""Seconds for a killed process to go, and for the thread of its pool to notice."""
 
 
 def context_of(method: str) -> Any:
-    """What multiprocessing starts processes with, by the name of the method. Raises NormforgeError
-    where "spawn" cannot: each process imports the program again, and one that Python reads from its
-    standard input is no file."""
+    """Return multiprocessing's context for a method of starting processes. Raises NormforgeError
+    where "spawn" cannot work: each process imports the program again, and one that Python reads
+    from its standard input is no file."""
     if method == "spawn":
         program = get_preparation_data("").get("init_main_from_path")
         if program is not None and not Path(program).exists():
@@ -77,7 +77,7 @@ def end_pool(pool: ProcessPoolExecutor) -> None:
     for process in processes:
         process.join(max(0.0, until - time.monotonic()))
     if manager is not None:
-        # Of a result that a process has sent only in part, the thread would wait for the rest, and
+        # If a process has sent only part of a result, the thread would wait for the rest, and
         # Python for the thread, for ever: now that nobody else can send, this is the end of it.
         results._writer.close()
         # Python wakes this thread when it exits, which fails where the thread ends at that moment.

@@ -1,4 +1,4 @@
-"""What is known about one variant on one problem: the words every part of the tuner shares."""
+"""The result of one variant on one problem, in the words that every part of the tuner shares."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ OUTCOMES = {
     "nondeterministic": "bits changed between runs",
     "slow": "far behind the best, not checked further",
 }
-"""How a trial can end, and what that means where it is measured."""
+"""The outcomes of a trial, and their meanings where it is measured."""
 PREDICTED_OUTCOMES = OUTCOMES | {
     "ok": "predicted; nothing ran on the GPU",
     "nondeterministic": "bits depend on the order of arrival, by construction",
 }
-"""The same where it is predicted."""
+"""The outcomes of a trial, and their meanings where it is predicted."""
 
 
 _ERROR = "error_"
@@ -67,7 +67,8 @@ class Result:
         return str(self.extra.get("gpu", ""))
 
     def rounded(self) -> Result:
-        """Without digits that are noise, of which most of a packed study would be."""
+        """Return the result without digits that are noise, which would be most of a packed
+        study."""
         ratio = None if self.ratio is None else round(self.ratio, 6)
         errors = {name: float(f"{error:.4g}") for name, error in self.errors.items()}
         return replace(self, ratio=ratio, errors=errors)

@@ -22,10 +22,19 @@ SMEM_RESERVED_PER_CTA = 1024
 _REGISTER_UNIT = 256  # registers are allocated per warp in this unit (CUDA occupancy calculator)
 _SMEM_UNIT = 128
 _OTHER_FIELDS = {
-    *("title", "device_names", "arch", "compute_capability", "has_bulk_copy", "sources"),
-    *("smem_per_sm_kib", "smem_per_cta_kib", "l2_mib", "bandwidth_gbs", "clock_mhz"),
+    "title",
+    "device_names",
+    "arch",
+    "compute_capability",
+    "has_bulk_copy",
+    "sources",
+    "smem_per_sm_kib",
+    "smem_per_cta_kib",
+    "l2_mib",
+    "bandwidth_gbs",
+    "clock_mhz",
 }
-"""Of an entry, beside those that are counts."""
+"""Fields of an entry beside those that are counts."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +95,12 @@ class Target:
 def _target(name: str, entry: dict[str, Any]) -> Target:
     """The target of an entry that holds its architecture's numbers as well."""
     counts = (
-        *("sms", "registers_per_sm", "max_threads_per_sm", "max_ctas_per_sm"),
-        *("barriers_per_sm", "max_vector_bytes"),
+        "sms",
+        "registers_per_sm",
+        "max_threads_per_sm",
+        "max_ctas_per_sm",
+        "barriers_per_sm",
+        "max_vector_bytes",
     )
 
     def check(field: str, right: bool, wanted: str) -> None:

@@ -121,7 +121,7 @@ def use_batch_invariant(enabled: bool = True) -> None:
 def collect(path: str | PathLike[str] | None = None) -> Recorder:
     """Count the backward calls of all norms of Normforge, from now on, by shape, dtypes and options
     (weight offset, dtype of a residual's gradient), and add them to a file for
-    `tune.py --shapes FILE`. docs/adopting.md says what counts.
+    `tune.py --shapes FILE`. docs/tuning.md says what counts.
 
     Args:
         path: the file, which is made, or to which the calls are added. By default that of the

@@ -37,8 +37,9 @@ _SHAPE = re.compile(r"(\d+)x(\d+):([a-z]+\d+)(?::\w+)?(?:\+offset)?(?:\+residual
 
 
 def moved_bytes(operation: str, shape: str) -> int:
-    """What one call moves at least: every matrix read or written once. 0 for what is no shape. An
-    operation that this process does not know counts as RMSNorm's backward."""
+    """Return the fewest bytes that one call moves: every matrix is read or written once. It is 0
+    for text that is no shape. An operation that this process does not know counts as RMSNorm's
+    backward."""
     match = _SHAPE.fullmatch(shape)
     if match is None or match[3] not in ITEMSIZE:
         return 0
@@ -68,7 +69,7 @@ def written(counts: Counts) -> str:
 
 
 def read(text: str) -> dict[tuple[str, str], int]:
-    """What `written` wrote. Raises ValueError, which names the line, for any other text."""
+    """Parse the text of `written`. Raises ValueError, which names the line, for any other text."""
     counts: dict[tuple[str, str], int] = {}
     operation = begun = ""
     for number, line in enumerate(text.splitlines(), 1):

@@ -12,13 +12,14 @@ import json
 from pathlib import Path
 
 AGAIN = "install the package again, or restore its folder"
-"""What to do about damage."""
+"""The advice about a damaged package."""
 CUBINS = "cubins.tar.xz"
 CUBINS_INDEX = "cubins.json"
 
 
 def read_cubin(package: Path, file: str, digest: str) -> bytes:
-    """<file>.cubin of a package, whose sha256 has to begin with `digest`. Raises RuntimeError."""
+    """Read <file>.cubin of a package, whose sha256 has to begin with `digest`. Raises
+    RuntimeError."""
     try:
         import lzma  # some Pythons are built without it, and packages are imported there, too
     except ImportError as error:

@@ -25,7 +25,7 @@ def _source_of(operation: str) -> Source | str:
 
 
 functions = GatedFunctions(_source_of, _NAME)
-functions.RMSNormGated.__module__ = "normforge.gated"  # where pickle finds it
+functions.RMSNormGated.__module__ = "normforge.gated"  # pickle finds it there
 
 
 def _find(name: str) -> Any:

@@ -63,10 +63,10 @@ class OwnPackage:
         setattr(self, self.operation.function, self.call)
 
     def retire(self) -> None:
-        """Another package has taken the name; nothing has to be given back."""
+        """Do nothing: another package has taken the name, and nothing has to be given back."""
 
     def of_form(self, form: str) -> Any:
-        """There are no forms of such packages. Raises LookupError."""
+        """Raise LookupError: there are no forms of such packages."""
         raise LookupError(form)
 
     @property
@@ -77,7 +77,8 @@ class OwnPackage:
         return {"target": table.target, "shapes": shapes}
 
     def explain(self, M: int, N: int, dtype: str, weight_dtype: str = "") -> dict[str, Any]:
-        """Which kernel serves M aligned rows of N columns ("bf16", "fp16" or "fp32"), and why."""
+        """Say which kernel serves M aligned rows of N columns ("bf16", "fp16" or "fp32"), and
+        why."""
         return self.serve.explain(M, N, dtype, weight_dtype)
 
     def backward(self, **tensors: torch.Tensor | float | None) -> dict[str, torch.Tensor]:
@@ -125,7 +126,8 @@ def _checked(
 
 
 def _columns_dtype(operation: RowOperation, arguments: tuple[torch.Tensor, ...]) -> torch.dtype:
-    """Of what all rows share: that of the argument whose gradient is summed over the rows."""
+    """Return the dtype of what all rows share: that of the argument whose gradient is summed over
+    the rows."""
     sums = operation.signature.sums
     for given, gradient in zip(arguments, operation.gradients.values(), strict=True):
         if sums is not None and gradient == sums.name:
@@ -149,7 +151,7 @@ class _Node(torch.autograd.Function):
             tensor = operation.signature[name]
             if tensor.role == "number":
                 ctx.numbers[name] = float(value)
-            elif value is wide.get(name):  # as it was given, and not a copy
+            elif value is wide.get(name):  # save the argument, and not a copy
                 given = arguments[names.index(name)]
                 kept[name] = given.to(x.dtype) if tensor.role == "rows" else given
             elif tensor.role == "columns":

@@ -38,7 +38,8 @@ _LIBRARY: dict[str, tuple[type[NormPackage], str]] = {
     "rmsnorm_invariant_backward": (BatchInvariantPackage, "normforge.batch_invariant"),
     "layernorm_backward": (LayerNormPackage, "normforge.layernorm"),
 }
-"""By operation: the functions of its packages, and the module that has those of all of them."""
+"""The functions of an operation's packages, and the module that has those of all of them, by
+operation."""
 
 
 class Tuned(NamedTuple):
@@ -57,7 +58,8 @@ class Gpu(NamedTuple):
 
 
 def _roots() -> tuple[Path, ...]:
-    """Where packages may be: the folder of an installed library, and that of a checkout."""
+    """Return the folders where packages may be: that of an installed library, and that of a
+    checkout."""
     return tuple((folder / "generated").resolve() for folder in (_HERE, _HERE.parent))
 
 
@@ -159,7 +161,7 @@ def choose(
 
 
 class Chosen:
-    """Where the kernels of an operation are: in the package of each GPU. Thread-safe.
+    """The kernels of an operation, from the package of each GPU. Thread-safe.
 
     Making one chooses for the GPU that this process uses, without initialising CUDA. Raises
     RuntimeError, with what to do, where there is no package for it. Another GPU without a package
@@ -198,7 +200,7 @@ class Chosen:
     def _kernels_for(self, gpu: Gpu | None) -> Kernels:
         name = choose(self._packages, gpu, self._wanted, self._warn)
         known = self._by_name.get(name)
-        if known is None:  # without a lock, which a forked child might find taken
+        if known is None:  # no lock, as a forked child might find it taken
             known = self._by_name.setdefault(
                 name, Kernels(self._packages[name].folder, self._operation)
             )
@@ -228,7 +230,7 @@ def _choose(operation: str) -> NormPackage:
         made.gated = "normforge.gated_packages"
     for layer in ("RMSNorm", "LayerNorm"):
         if hasattr(made, layer):
-            getattr(made, layer).__module__ = module  # where pickle finds it
+            getattr(made, layer).__module__ = module  # pickle finds it there
     return made
 
 
@@ -268,7 +270,7 @@ def open_named(name: str) -> Any:
 
 
 def _operators_of(name: str) -> Any:
-    """Those of a package here, by the name that an operator was called with: "" or
+    """Return the operators of a package here, by the name that an operator was called with: "" or
     `<gpu>/<operation>`, where a GPU of * is that of the tensors. Raises LookupError."""
     gpu, slash, operation = (name or "*/rmsnorm_backward").rpartition("/")
     if not slash or operation not in _LIBRARY:

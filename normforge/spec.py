@@ -1,4 +1,4 @@
-"""From a kernel's fixed facts and a number of rows to the numbers of one launch."""
+"""Computes the numbers of one launch from a kernel's fixed facts and a number of rows."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class KernelSpec:
     offset: bool = False
     residual: str = ""
     least: int = 1
-    # Not in the repr: what the tuner identifies by it had no such field.
+    # The repr leaves it out: what the tuner identifies by that had no such field.
     operation: str = field(default=MAIN_KERNEL, repr=False)
     run_rows: int = field(default=0, repr=False)
     group_rows: int = field(default=0, repr=False)
@@ -153,7 +153,7 @@ class ForwardSpec:
         return needed * self.cluster
 
     def idle(self, M: int) -> float:
-        """As of KernelSpec. The hardware hands rows to whichever SM is free."""
+        """Return 1, as no SM idles: the hardware hands rows to whichever is free."""
         return 1.0
 
 

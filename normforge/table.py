@@ -1,4 +1,4 @@
-"""Which kernel serves a call: the two tables of a package and the rules for reading them.
+"""The two tables of a package, and the rules by which they say which kernel serves a call.
 
 table.json is about the backward and forward.json about the forward; both have the same format.
 """
@@ -75,7 +75,7 @@ class TunedOf(Generic[S]):
 
 @dataclass(frozen=True)
 class ChoiceOf(Generic[S]):
-    """What serves a call. how: `tuned`, `nearest`, `fallback` or `none`; reason: one sentence.
+    """The choice for a call. how: `tuned`, `nearest`, `fallback` or `none`; reason: one sentence.
     kernel is None for `none`; tuned is the table's entry for the first two."""
 
     how: str
@@ -175,8 +175,8 @@ ForwardChoice = ChoiceOf[ForwardSpec]
 
 
 class Table(TableOf[KernelSpec]):
-    """Of the backward. At 64 rows, its kernels for many rows took up to 3 times as long as fallback
-    kernels, at 256 neither is faster on the whole (benchmarks/results/few_rows_h200.json.xz)."""
+    """The backward's table. At 64 rows, its kernels for many rows took up to 3 times as long as
+    fallback kernels, at 256 neither is faster (benchmarks/results/few_rows_h200.json.xz)."""
 
     few_rows: ClassVar[int] = 128
 
@@ -187,7 +187,7 @@ class Table(TableOf[KernelSpec]):
 
 
 class ForwardTable(TableOf[ForwardSpec]):
-    """Of the forward."""
+    """The forward's table."""
 
     @classmethod
     def load(cls, package: Path) -> ForwardTable | None:
@@ -209,7 +209,7 @@ def _read(
     old = False
 
     def kernel(data: dict[str, Any]) -> KernelOf[S]:
-        # As by the constructor, which takes 2 ms of an import for a few hundred frozen objects.
+        # This does what the constructor does, which takes 2 ms for a few hundred frozen objects.
         said = todays_spec(data["spec"]) if old and spec_of is KernelSpec else data["spec"]
         if said.keys() | newer != names:
             raise ValueError(f"the spec of {data['file']} has other fields")
@@ -218,7 +218,7 @@ def _read(
         return KernelOf(**{**data, "spec": spec})
 
     try:
-        text = path.read_bytes().decode()  # as read_text, but with the ends of lines as they are
+        text = path.read_bytes().decode()  # unlike read_text, this keeps the ends of lines
         data = json.loads(text)
         old = data["format"] == FORMAT_BEFORE
         if old or data["format"] == FORMAT:
@@ -248,9 +248,9 @@ def _plain(kernel: KernelOf[S]) -> dict[str, Any]:
 
 
 def _distance(entry: TunedOf[S], M: int) -> float:
-    """How far a tuned kernel is from M rows: by the ratio of the rows, and twice by how much more
-    of its grid idles at M than where it was tuned. (A kernel may be best at its own M because all
-    rows fit into one round of its grid, and take nearly twice as long for one row more.)"""
+    """Return a tuned kernel's distance from M rows: by the ratio of the rows, and twice by how much
+    more of its grid idles at M than where it was tuned. (A kernel may be best at its own M because
+    all rows fit into one round of its grid, and take nearly twice as long for one row more.)"""
     spec = entry.kernel.spec
     more = spec.idle(M) / spec.idle(entry.M)
     return abs(log(entry.M / M)) + 2 * max(0.0, log(more))
@@ -259,8 +259,8 @@ def _distance(entry: TunedOf[S], M: int) -> float:
 def shape_name(
     M: int, N: int, dtype: str, weight_dtype: str, offset: bool = False, residual: str = ""
 ) -> str:
-    """`MxN:dtype[:weight dtype][+offset][+residual[_dtype]]`, the form in which the tuner names
-    shapes."""
+    """Return `MxN:dtype[:weight dtype][+offset][+residual[_dtype]]`, the form in which the tuner
+    names shapes."""
     name = f"{M}x{N}:{dtype}" + ("" if weight_dtype == dtype else f":{weight_dtype}")
     name += "+offset" if offset else ""
     if residual:
@@ -274,8 +274,8 @@ def misfit(
     alignment: int,
     weight_alignment: int,
 ) -> str:
-    """Why a kernel of the right width and dtypes cannot serve a call: the rest of a sentence that
-    begins with the kernel, or "" when it can."""
+    """Return why a kernel of the right width and dtypes cannot serve a call: the rest of a sentence
+    that begins with the kernel, or "" when it can."""
     itemsize, vector = ITEMSIZE[spec.dtype], spec.vector_bytes
     if N * itemsize % vector or alignment % vector:
         return f"needs rows at multiples of {vector} bytes"

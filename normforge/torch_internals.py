@@ -52,23 +52,23 @@ _SEE_WATCHERS = (
     and hasattr(torch._C, "_are_functorch_transforms_active")
     and hasattr(_forward_ad, "_current_level")
 )
-"""Whether this PyTorch says who sees operators. Where it does not, a mode may always be there, and
-every call goes to the operators, which then find out by public means."""
+"""True when this PyTorch says who sees operators. If not, a mode may always be there, and every
+call goes to the operators, which then find out by public means."""
 
-# How many modes (a tracer, a fake-tensor mode, selective checkpointing) see every operator.
+# Counts modes that see every operator (a tracer, fake tensors, selective checkpointing).
 _modes_active: Callable[[], int] = _find("_len_torch_dispatch_stack", lambda: 1)
 
 transforms_active: Callable[[], bool] = _find("_are_functorch_transforms_active", lambda: False)
-"""Whether torch.func is transforming what runs (grad, vmap, …). Where nobody says so, torch.func
-refuses a node of autograd by itself."""
+"""Returns True while torch.func is transforming what runs (grad, vmap, …). Where nobody says so,
+torch.func refuses a node of autograd by itself."""
 
 disable_modes: Callable[[], AbstractContextManager[Any]] = _find(
     "_disable_current_modes", nullcontext, _python_dispatch
 )
-"""Without the modes that see operators, for computing with real tensors in the midst of one."""
+"""A context without the modes that see operators, for computing with real tensors inside one."""
 
 tracing: Callable[[], Any] = _find("_get_tracing_state", lambda: torch.jit.is_tracing() or None)
-"""What torch.jit.trace writes to, None while it does not run."""
+"""Returns what torch.jit.trace writes to, None while it does not run."""
 
 
 def _watched() -> bool:
@@ -83,11 +83,11 @@ def _watched() -> bool:
 
 
 watched: Callable[[], bool] = _watched if _SEE_WATCHERS else lambda: True
-"""Whether a compiler, a mode, a transform, a tracer or forward mode may see operators."""
+"""Returns True if a compiler, a mode, a transform, a tracer or forward mode may see operators."""
 
 
 def has_tangent(*values: Any) -> bool:
-    """Whether one of these is a dual tensor of the level that is open."""
+    """Return True if one of these is a dual tensor of the level that is open."""
     return (not _SEE_WATCHERS or _forward_ad._current_level >= 0) and any(
         _forward_ad.unpack_dual(value).tangent is not None
         for value in values
@@ -105,8 +105,8 @@ def _has_no_address(tensor: torch.Tensor) -> bool:
 is_batched: Callable[[Any], bool] = _find(
     "is_legacy_batchedtensor", _has_no_address, getattr(torch._C, "_functorch", None)
 )
-"""Whether a tensor is one of autograd's own vmap (is_grads_batched=True), of which neither its type
-nor a transform tells."""
+"""Returns True for a tensor of autograd's own vmap (is_grads_batched=True), of which neither its
+type nor a transform tells."""
 
 
 def _keys_of(device: str) -> int:
@@ -128,9 +128,9 @@ would be next: no mode, transform, subclass, lazy view or other wrapper is in th
 
 
 def without_inference(error: RuntimeError, *given: Any) -> tuple[Any, ...]:
-    """The same values, with copies in the place of tensors that were made in inference mode, which
-    autograd cannot save. Raises the error that it gave where there is none."""
-    with torch._C.DisableTorchFunction():  # what sees functions may have raised it
+    """Return the values, with copies in the place of tensors that were made in inference mode,
+    which autograd cannot save. Raises the error that it gave where there is none."""
+    with torch._C.DisableTorchFunction():  # a mode that sees functions may have raised it
         found = [isinstance(value, torch.Tensor) and value.is_inference() for value in given]
     if not any(found):
         raise error
@@ -148,8 +148,8 @@ PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 def is_plain(tensor: torch.Tensor | None) -> bool:
-    """False for a subclass, which has its own way with operators (DTensor, fake tensors). True for
-    what is no tensor at all."""
+    """Return False for a subclass, which has its own way with operators (DTensor, fake tensors);
+    True for what is no tensor at all."""
     # PyTorch takes a while to say that None is no tensor.
     return type(tensor) in PLAIN_TYPES or tensor is None or not isinstance(tensor, torch.Tensor)
 
@@ -179,7 +179,7 @@ def served_dtype(scale: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | 
 def float_of(eps: Any) -> Any:
     """An eps as operators take it: a number of NumPy or a tensor without dimensions as a float.
     Raises TypeError for what is no number, and for a tensor that wants a gradient."""
-    # Not isinstance: to Dynamo a numpy.float64 is a float, but its graph has a tensor for it.
+    # isinstance would not do: to Dynamo a numpy.float64 is a float, but a tensor in its graph.
     if eps is None or type(eps) in (float, int, bool, torch.SymFloat):
         return eps
     if isinstance(eps, torch.Tensor) and (eps.requires_grad or eps.dim() > 0):
@@ -224,5 +224,5 @@ Size = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 def contiguous(shape: Sequence[int], dtype: torch.dtype) -> Size:
-    """What `empty_strided` takes for a contiguous tensor."""
+    """Return the arguments of `empty_strided` for a contiguous tensor."""
     return tuple(shape), torch.empty(tuple(shape), device="meta").stride(), dtype

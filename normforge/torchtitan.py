@@ -50,7 +50,7 @@ def rms_norm(config: Any) -> NormforgeRMSNorm.Config:
 def _pytorchs(
     _: Any, x: torch.Tensor, weight: torch.Tensor | None, eps: float | None, __: float
 ) -> torch.Tensor:
-    """What a node of `rms_norm` computes, by the function that the checker of types knows."""
+    """Compute a node of `rms_norm`, by the function that the checker of types knows."""
     return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
 
 

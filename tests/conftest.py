@@ -31,7 +31,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 @cache
 def why_no_gpu() -> str:
-    """Why tests marked `gpu` cannot run on this machine, "" when they can."""
+    """Return why tests marked `gpu` cannot run on this machine, "" when they can."""
     if torch.version.cuda is None:
         return f"needs a CUDA GPU: PyTorch {torch.__version__} is built without CUDA"
     if not torch.cuda.is_available():

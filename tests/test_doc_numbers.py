@@ -26,3 +26,9 @@ def test_a_changed_number_is_seen() -> None:
     page = next(page for page in pages() if page.name == "lab-notes.md").read_text()
     planted = page.replace("| strategy | column_slices", "| strategy | mailbox", 1)
     assert planted != page and updated(planted) == page
+
+
+def test_a_changed_docstring_is_seen() -> None:
+    page = next(page for page in pages() if page.name == "api.md").read_text()
+    planted = page.replace("- `need_dx`: False to skip dx.", "- `need_dx`: True to skip dx.", 1)
+    assert planted != page and updated(planted) == page

@@ -38,7 +38,7 @@ def files_said(title: str) -> int:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """What a change may touch."""
+    """Copy what a change may touch."""
     for name in FOLDERS:
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(REPOSITORY / name, tmp_path / name, ignore=ignored)
@@ -79,6 +79,26 @@ def test_a_strategy(copy: Path) -> None:
     assert len(changed) + 1 == files_said("A strategy")
 
 
+ROW_OF_SEMAPHORE = re.compile(
+    r"^ *\"semaphore\": |Strategy\(\"semaphore\"|\(\"dw_semaphore\", |values: \[.*\bsemaphore\b",
+    re.M,
+)
+"""Matches what a file has for each strategy."""
+
+
+def test_the_page_lists_every_file_that_has_a_row_for_each_strategy() -> None:
+    """The files of the code and of the tests are searched."""
+    files = (path for name in (*FOLDERS, "tests") for path in (REPOSITORY / name).rglob("*"))
+    speaking = {
+        str(path.relative_to(REPOSITORY))
+        for path in files
+        if path.suffix in (".py", ".yaml") and ROW_OF_SEMAPHORE.search(path.read_text())
+    }
+    said = set(re.findall(r"^\+\+\+ b/(\S+)", section("A strategy"), flags=re.M))
+    said |= set(re.findall(r"`(tests/\w+/\w+\.py)`", section("A strategy")))
+    assert speaking == said - {"tests/evaluate/test_fitted.py"}  # which names a revision
+
+
 @needs_compiler
 @pytest.mark.slow
 def test_a_knob(copy: Path) -> None:
@@ -107,7 +127,7 @@ EXAMPLE = REPOSITORY / "examples" / "own_operation"
 
 
 def texts(folder: Path) -> dict[str, str]:
-    """What a change may touch, by path."""
+    """Return the texts that a change may touch, by path."""
     found = (path for name in FOLDERS for path in (folder / name).rglob("*"))
     known = {".py", ".cpp", ".h", ".cuh", ".j2", ".yaml", ".css", ".js"}
     return {str(p.relative_to(folder)): p.read_text() for p in found if p.suffix in known}

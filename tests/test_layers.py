@@ -52,8 +52,8 @@ def modules(folder: Path = GENERATOR) -> dict[str, Path]:
 
 
 def imports(name: str, path: Path, known: dict[str, Path]) -> list[tuple[str, int, bool]]:
-    """What a module imports from the generator: module, line, and whether it does so at its top
-    level. A package counts only where nothing below it is meant."""
+    """List what a module imports from the generator: module, line, and whether it does so at its
+    top level. A package counts only where nothing below it is meant."""
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     tree = ast.parse(path.read_text())
     top = set(tree.body) | {
@@ -125,7 +125,7 @@ def test_the_library_imports_nothing_of_the_generator() -> None:
 
 
 def test_what_a_package_has_a_copy_of_imports_nothing_that_it_has_not() -> None:
-    """And names no module from its top, which has another name there."""
+    """It names no module from its top, which has another name there."""
     known = modules(LIBRARY)
     copied = {path.relative_to(LIBRARY) for path in known.values()} & {*library_files()}
     assert len(copied) > 50
@@ -157,7 +157,7 @@ def test_no_two_modules_import_each_other(folder: Path) -> None:
         for name, path in known.items()
     }
     for name, path in known.items():
-        if path.name == "__init__.py":  # what a package offers is imported from below it
+        if path.name == "__init__.py":  # a package imports what it offers from below
             graph[name] = set()
     try:
         TopologicalSorter(graph).prepare()

@@ -152,7 +152,11 @@ def test_file_of_blocks_and_texts_is_read_in_order(tmp_path: Path) -> None:
         "  - {M: [1, 2], N: [7], dtype: [bf16], weight_dtype: [bf16, fp32]}\n"
     )
     assert [str(problem) for problem in load_problems(str(path))] == [
-        *("3x5:fp16", "1x7:bf16", "2x7:bf16", "1x7:bf16:fp32", "2x7:bf16:fp32")
+        "3x5:fp16",
+        "1x7:bf16",
+        "2x7:bf16",
+        "1x7:bf16:fp32",
+        "2x7:bf16:fp32",
     ]
 
 
@@ -223,8 +227,12 @@ def test_recorded_problems_come_in_the_order_of_calls_times_bytes(tmp_path: Path
     path = tmp_path / "shapes.yaml"
     path.write_text(CALLS)
     assert [str(problem) for problem in load_problems(f"8x8:bf16,{path},64x64:bf16")] == [
-        *("8x8:bf16", "128x64:bf16", "128x64:bf16+residual_fp32", "64x64:bf16"),
-        *("128x64:fp32", "128x64:bf16:fp32+offset"),
+        "8x8:bf16",
+        "128x64:bf16",
+        "128x64:bf16+residual_fp32",
+        "64x64:bf16",
+        "128x64:fp32",
+        "128x64:bf16:fp32+offset",
     ]
     layer_norms = load_problems(str(path), "layernorm_backward")
     assert [str(problem) for problem in layer_norms] == ["layernorm_backward:64x64:bf16"]

@@ -12,27 +12,30 @@ from pathlib import Path
 import pytest
 
 from benchmarks.pages.blocks import BLOCK, pages
+from benchmarks.pages.functions import FUNCTION
 from tests.support.stated_numbers import PAGES, stated
 
 WHOLE_NUMBERS = {
-    *("README.md", "accuracy.md", "adopting.md", "architecture.md", "determinism.md"),
-    *("extending.md", "generated-code.md", "lab-notes.md", "layernorm.md", "native.md"),
-    *("performance.md", "runtime.md", "verification.md", "vllm-bits.md"),
+    *("README.md", "adopting.md", "architecture.md", "determinism.md"),
+    *("extending.md", "generated-code.md", "lab-notes.md", "layernorm.md"),
+    *("performance.md", "emulator.md", "tuning.md"),
 }
 """Pages where whole numbers without a unit may stand as well: shapes, configs, lists, recipes."""
 
 NO_NUMBER_OF_OURS = re.compile(
     r"exits? (?:with|code) \d+|from version 12|offsets of 64 bits|2√CTAs|^\d\. "
     r"|NVRTC 13\.0 and 13\.5|transformers \d\.\d+ and \d\.\d+"
+    r"|the history has \d+ MB"
     r"|Triton \d\.\d+ (?:to|and) \d\.\d+(?: \(PyTorch [\d. to]+\))?",
     re.M,
 )
-"""Exit codes, other people's software, kinds of numbers, list items."""
+"""Exit codes, other people's software, kinds of numbers, list items, the size of the repository."""
 
 
 def page_text(name: str) -> str:
     """A page without code and generated blocks, but for the marks of code in its lines."""
     text = BLOCK.sub("", next(page for page in pages() if page.name == name).read_text())
+    text = FUNCTION.sub("", text)
     text = re.sub(r"```.*?```", "", text, flags=re.S)
     text = re.sub(r"https?://\S+|\]\([^)]*\)|^    .*$", "", text, flags=re.M)
     return NO_NUMBER_OF_OURS.sub("", text)

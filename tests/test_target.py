@@ -26,8 +26,11 @@ from tests.support.samples import targets
 
 NUMBERS = ("sms", "l2_mib", "bandwidth_gbs", "clock_mhz")
 OCCUPANCY = (
-    *("registers_per_sm", "max_threads_per_sm", "max_ctas_per_sm"),
-    *("smem_per_sm_kib", "smem_per_cta_kib"),
+    "registers_per_sm",
+    "max_threads_per_sm",
+    "max_ctas_per_sm",
+    "smem_per_sm_kib",
+    "smem_per_cta_kib",
 )
 FEATURES = ("barriers_per_sm", "has_bulk_copy", "max_vector_bytes")
 TABLE = yaml.safe_load(GPUS_FILE.read_text())

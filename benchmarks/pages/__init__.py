@@ -1,1 +1,1 @@
-"""What the pages in docs/ and the README say about the committed results."""
+"""Renders what the pages in docs/ and the README say about the committed results and functions."""

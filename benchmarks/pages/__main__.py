@@ -1,4 +1,6 @@
-"""Write the measured numbers of README.md and docs/ anew, from the committed results.
+"""Write the generated parts of README.md and docs/ anew.
+
+Numbers are of the committed results, and functions of their docstrings.
 
     python -m benchmarks.pages
 

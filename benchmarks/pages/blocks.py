@@ -1,4 +1,5 @@
-"""Blocks of generated numbers, from `<!-- numbers: NAME -->` to `<!-- end of numbers -->`."""
+"""Generated blocks: numbers from `<!-- numbers: NAME -->` to `<!-- end of numbers -->`, and a
+function from `<!-- function: PATH -->` to `<!-- end of function -->`."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from pathlib import Path
 from benchmarks.pages.accuracy import ACCURACY_BLOCKS
 from benchmarks.pages.comparison import COMPARISON_BLOCKS
 from benchmarks.pages.families import FAMILY_BLOCKS
+from benchmarks.pages.functions import FUNCTION, described
 from benchmarks.pages.method import METHOD_BLOCKS
 from benchmarks.pages.notes import NOTE_BLOCKS
 from benchmarks.pages.performance import PERFORMANCE_BLOCKS
@@ -37,5 +39,6 @@ def pages() -> list[Path]:
 
 
 def updated(page: str) -> str:
-    """A page with its blocks written anew. Raises KeyError for a block of unknown name."""
-    return BLOCK.sub(lambda match: f"{match[1]}{BLOCKS[match[2]]()}\n{match[3]}", page)
+    """A page with its blocks written anew. Raises LookupError for what has an unknown name."""
+    page = BLOCK.sub(lambda match: f"{match[1]}{BLOCKS[match[2]]()}\n{match[3]}", page)
+    return FUNCTION.sub(lambda match: f"{match[1]}{described(match[2])}\n{match[3]}", page)

@@ -7,7 +7,6 @@ from typing import Any
 
 from benchmarks.goals import MEAN_LIMITS, geometric_mean
 from benchmarks.pages.text import RESULTS, generated, paragraph, read, table
-from benchmarks.pages.training import gain
 from generator.report.peers import TITLES, Comparison
 
 SMALL_US = 20
@@ -54,21 +53,6 @@ def peers() -> str:
         else f"At {where}, a peer takes {least:.2f} times as long."
     )
     return "\n".join((table(header, rows), "", said))
-
-
-def in_short() -> str:
-    """The result of the comparison and of the training steps, for the top of the README."""
-    found = comparison()
-    over = {peer.name: peer.over_floor for peer in found.standings}
-    return paragraph(
-        f"On one H200, the backward takes {found.ours:.2f} times as long as a `torch.add` that"
-        f" moves the same bytes (geometric mean of {len(found.rows)} shapes). PyTorch's takes"
-        f" {over['aten']:.2f} times as long as that `torch.add`, Inductor's {over['inductor']:.2f},"
-        f" and cuDNN's, the fastest of the others, {over['cudnn']:.2f}. On an H100, transformer"
-        f" blocks of Qwen 3 1.7B run {gain('qwen3_2b,4096,eager')} faster in eager code and"
-        f" {gain('qwen3_2b,4096,blocks')} faster compiled than with PyTorch's norm, forward and"
-        " backward. Those of Llama 3 8B gain little ([details](#how-fast-is-it))."
-    )
 
 
 def forward_peers() -> str:
@@ -122,7 +106,7 @@ def on_h100() -> str:
 
 
 def tuned_on_h200() -> str:
-    """What tuners of peers find on an H200."""
+    """Say what tuners of peers find on an H200."""
     found = comparison("tuned_peers_h200")
     said = []
     for name in ("quack_tuned", "inductor_max"):
@@ -158,7 +142,7 @@ def _beside_best_peers(found: Comparison) -> str:
 
 
 def _behind(found: Comparison, of: str = "") -> str:
-    """At how many shapes the fastest peer is ahead, and how far at most."""
+    """Say at how many shapes the fastest peer is ahead, and how far at most."""
     best = found.best_peers.values()
     return f"{sum(ratio < 1 for ratio in best)}{of}, by up to {100 * (1 / min(best) - 1):.1f} %"
 
@@ -287,7 +271,6 @@ COMPARISON_BLOCKS: dict[str, Callable[[], str]] = {
     "forward_peers": forward_peers,
     "flushes": flushes,
     "flush_in_short": flush_in_short,
-    "in_short": in_short,
     "peers": peers,
     "on_h100": on_h100,
     "h100_in_short": h100_in_short,

@@ -57,7 +57,7 @@ def _cell(own: dict[str, Any], at: int) -> str:
 
 
 def families_left_out() -> str:
-    """What made the replay worse."""
+    """Tabulate what made the replay worse."""
     rows = [
         (row["change"], str(row["searches"]), f"{row['without']:.4f}", f"{row['with']:.4f}")
         for row in read(FILE)["left_out"]

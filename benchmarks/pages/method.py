@@ -22,7 +22,7 @@ def percent(value: float, digits: int = 0) -> str:
 
 
 def ranks(name: str, gpu: str = "h200") -> str:
-    """How well predictions rank the trials of an operation's studies on a GPU."""
+    """Tabulate how well predictions rank the trials of an operation's studies on a GPU."""
     summaries = read(name)[gpu]["summaries"]
     rows = [
         (
@@ -44,7 +44,8 @@ to rank."""
 
 
 def long_searches() -> tuple[int, list[dict[str, Any]]]:
-    """How many scored shapes of the H200 had a shorter search, and the scores of the others."""
+    """Return how many scored shapes of the H200 had a shorter search, and the scores of the
+    others."""
     tuned = generated("h200", "rmsnorm_backward", "table.json")["tuned"]
     facts = [entry["provenance"] for entry in tuned]
     trials = {each["study"].partition("@")[0]: each["trials"] for each in facts}
@@ -59,7 +60,7 @@ def slower(scores: list[dict[str, Any]], name: str) -> str:
 
 
 def prediction_in_short() -> str:
-    """What choosing by prediction costs, for the top of the page."""
+    """Say what choosing by prediction costs, for the top of the page."""
     _, scores = long_searches()
     return (
         f"In short: at {len(scores)} shapes of the H200, with the shape's N left out of the fit,"
@@ -83,7 +84,7 @@ def prediction_of_long_searches() -> str:
 
 
 def unseen_gpus() -> str:
-    """How well the trials of a GPU are ranked by what was learned on the other one."""
+    """Tabulate how well the trials of a GPU are ranked by what was learned on the other one."""
     rows = []
     for gpu, document in sorted(read("prediction_gpus").items()):
         found, facts = document["summaries"]["with correction and prior"], document["facts"]
@@ -101,7 +102,7 @@ def unseen_gpus() -> str:
 
 
 def prediction_errors() -> str:
-    """How far times and floors are off, and how far the correction goes."""
+    """Tabulate how far times and floors are off, and how far the correction goes."""
     facts = [read(name)["h200"]["facts"] for name in SCORES.values()]
 
     def floors(which: str) -> list[str]:
@@ -152,7 +153,7 @@ def bit_exact(name: str = "bit_exact_h200") -> str:
 
 
 def noisy_trials() -> str:
-    """How many trials stayed noisy."""
+    """Say how many trials stayed noisy."""
     trials = noisy = 0
     with lzma.open(GENERATED / "h200" / "studies.journal.xz", "rt", encoding="utf-8") as journal:
         for line in journal:
@@ -162,7 +163,7 @@ def noisy_trials() -> str:
 
 
 Shapes = dict[tuple[int, int, str], float]
-"""By M, N and dtype."""
+"""Numbers by M, N and dtype."""
 
 
 def tuned_ratios(operation: str, gpu: str) -> Shapes:
@@ -177,8 +178,8 @@ def tuned_ratios(operation: str, gpu: str) -> Shapes:
 
 
 def ratios_of_invariance(gpu: str) -> tuple[Shapes, Shapes]:
-    """Of batch-invariant winners: times over those of the winners without that promise, and over
-    the floor."""
+    """Return the times of batch-invariant winners over those of the winners without that promise,
+    and over the floor."""
     free, ours = (
         tuned_ratios(operation, gpu)
         for operation in ("rmsnorm_backward", "rmsnorm_invariant_backward")
@@ -187,7 +188,7 @@ def ratios_of_invariance(gpu: str) -> tuple[Shapes, Shapes]:
 
 
 def overhead_of_invariance() -> str:
-    """What batch invariance costs at each shape on the H200."""
+    """Tabulate the overhead of batch invariance at each shape on the H200."""
     overhead, ours = ratios_of_invariance("h200")
     batches = sorted({M for M, _, _ in overhead})
     widths = sorted({(dtype, N) for _, N, dtype in overhead})
@@ -201,7 +202,7 @@ def overhead_of_invariance() -> str:
 
 
 def overhead_of_invariance_in_short() -> str:
-    """What batch invariance costs on each GPU."""
+    """Tabulate the overhead of batch invariance on each GPU."""
     rows = []
     for gpu in ("h200", "h100"):
         overhead, ours = ratios_of_invariance(gpu)

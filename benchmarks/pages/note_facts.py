@@ -23,7 +23,7 @@ SMALL = 2**22
 
 
 def span(values: Iterable[float], digits: int = 2, sign: str = "") -> str:
-    """`least to most`."""
+    """Format a range as `least to most`."""
     every = list(values)
     return f"{min(every):{sign}.{digits}f} to {max(every):{sign}.{digits}f}"
 
@@ -106,7 +106,8 @@ def floors_of_two_gpus() -> list[float]:
 
 
 def near_the_floor(limit: float) -> tuple[int, int]:
-    """At how many shapes of the comparison some peer is that near the floor, and of how many."""
+    """Return at how many shapes of the comparison some peer is that near the floor, and how many
+    shapes there are."""
     rows = [compared()[str(problem)] for problem in load_problems("compare")]
     peers = [(row["add_us"], best_peer(row)) for row in rows]
     return sum(peer is not None and peer[1] <= limit * us for us, peer in peers), len(rows)
@@ -167,14 +168,14 @@ def hint_under(condition: str) -> Hinted:
 
 
 def hinted(gpu: str) -> tuple[int, int]:
-    """How many winners of a GPU load with `evict_last`, and how many there are."""
+    """Return how many winners of a GPU load with `evict_last`, and how many there are."""
     every = known_winners(GENERATED / gpu / "rmsnorm_backward")
     return sum(winner.config["load_hint"] == "evict_last" for winner in every), len(every)
 
 
 def fastest_forwards(gpu: str) -> tuple[int, int]:
-    """How many measured forward kernels of a GPU's package are the fastest of their finals, and of
-    how many: others are among those that tie with it."""
+    """Return how many measured forward kernels of a GPU's package are the fastest of their finals,
+    and how many there are: others are among those that tie with it."""
     tuned = generated(gpu, "rmsnorm_backward", "forward.json")["tuned"]
     facts = [entry["provenance"] for entry in tuned if entry["evidence"] == "measured"]
     first = [each["ratio"] <= min(other["ratio"] for other in each["tie"]) for each in facts]

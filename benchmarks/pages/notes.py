@@ -15,8 +15,13 @@ from generator.problem import Problem
 
 SMS = 132
 COUNTED = (
-    *("4096x256:bf16", "4096x1024:bf16", "4096x4096:bf16", "16384x4096:bf16"),
-    *("4096x16384:bf16", "16384x16384:bf16", "4096x65536:bf16"),
+    "4096x256:bf16",
+    "4096x1024:bf16",
+    "4096x4096:bf16",
+    "16384x4096:bf16",
+    "4096x16384:bf16",
+    "16384x16384:bf16",
+    "4096x65536:bf16",
 )
 BY_STRATEGY = ("4096x1024:bf16", "4096x4096:bf16", "16384x3072:bf16", "65536x8192:bf16")
 """Shapes of the table of strategies, from rows that end fast to many long ones."""
@@ -48,7 +53,7 @@ def counters() -> str:
 
 
 def tails() -> str:
-    """Where the time above the floor goes, in the fastest kernel of every shape."""
+    """Tabulate where the time above the floor goes, in the fastest kernel of every shape."""
 
     def size(shape: str) -> tuple[int, int]:
         problem = Problem.parse(shape)
@@ -82,7 +87,7 @@ def tails() -> str:
 
 
 def cluster_room() -> str:
-    """How many clusters found room at once."""
+    """Tabulate how many clusters found room at once."""
     found: dict[tuple[int, int], set[int]] = defaultdict(set)
     for row in read("clusters_h200")["rows"]:
         cluster, room = row["config"]["cluster"], row["room"]
@@ -120,8 +125,8 @@ def cluster_ratios() -> str:
 
 
 def followers() -> str:
-    """What `evict_last` gains over the floor, alone and with an operation behind it; nothing where
-    the floors of the two blocks differ by more than half of that."""
+    """Tabulate what `evict_last` gains over the floor, alone and with an operation behind it;
+    nothing where the floors of the two blocks differ by more than half of that."""
     titles = {
         "nothing": "alone",
         "torch.add(dx, r, out=o)": "`torch.add(dx, r)`",

@@ -1,4 +1,4 @@
-"""Measured numbers of docs/performance.md, and the tuned packages of the README."""
+"""Measured numbers of docs/performance.md, and of what is tuned in which package."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from generator.paths import GENERATED
 from generator.problem import Problem, load_problems
 
 FLUSHED_LIMIT = 1.08
-"""Of the ratio to the floor in the mean, with other ways of making the L2 cold."""
+"""The limit of the ratio to the floor in the mean, with other ways of making the L2 cold."""
 
 
-# ---- README --------------------------------------------------------------------------------------
+# ---- Packages ------------------------------------------------------------------------------------
 
 
 def gpus() -> str:
@@ -49,7 +49,8 @@ def gpus() -> str:
 
 
 def tuned_lengths() -> str:
-    """Which row lengths were tuned with which dtypes, without options, and for how many rows."""
+    """Say which row lengths were tuned with which dtypes, without options, and for how many
+    rows."""
     packages = defaultdict(list)
     for path in sorted(GENERATED.glob("*/rmsnorm_backward/table.json")):
         found = defaultdict(set)
@@ -138,7 +139,7 @@ HOST_CALLS = (
     ("the forward's operator", "rms_norm, operator", "aten forward op"),
     ("the same with a residual", "add_rms_norm, operator", "aten add and forward op"),
 )
-"""What a page calls a call, its name in the results, and PyTorch's."""
+"""The title of each call on a page, its name in the results, and PyTorch's."""
 
 
 def host_times(name: str = "host_time_h200") -> str:
@@ -234,7 +235,7 @@ def first_search() -> str:
 
 
 def what_wins() -> str:
-    """How often each choice wins among the tuned shapes of the H200."""
+    """Tabulate how often each choice wins among the tuned shapes of the H200."""
     configs = [winner.config for winner in winners().values()]
 
     def counts(key: str, name: Callable[[Any], str] = str) -> str:
@@ -254,7 +255,7 @@ def what_wins() -> str:
 
 
 def trials() -> str:
-    """How much was searched."""
+    """Say how many trials there are."""
     numbers = [winner.trials for winner in winners().values()]
     return (
         f"The studies hold {sum(numbers):,} trials, {min(numbers)} to {max(numbers)} for each of"

@@ -30,7 +30,7 @@ def pipelines() -> str:
 
 
 def conditions() -> str:
-    """How well either condition separates configs, and whether they agree."""
+    """Tabulate how well either condition separates configs, and whether they agree."""
     found = []
     for gpu in GPUS:
         rows = read(f"conditions_{gpu}")["rows"]

@@ -26,7 +26,9 @@ def few_rows() -> str:
         fastest, slowest = map(min, fallback), map(max, fallback)
         lines.append(
             (
-                *(str(M), str(len(rows)), f"{geometric_mean(nearest):.2f}, {max(nearest):.1f}"),
+                str(M),
+                str(len(rows)),
+                f"{geometric_mean(nearest):.2f}, {max(nearest):.1f}",
                 f"{_mean(fastest)} to {_mean(slowest)}",
                 _mean(row["aten"] for row in rows),
             )

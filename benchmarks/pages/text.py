@@ -1,4 +1,4 @@
-"""What pages share: results are read, tables are written, plots are drawn."""
+"""The common parts of pages: results are read, tables are written, plots are drawn."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def generated(*parts: str) -> Any:
 
 
 def paragraph(said: str) -> str:
-    """In lines as long as those of the pages."""
+    """Wrap a paragraph to lines as long as those of the pages."""
     return fill(said, 120, break_long_words=False, break_on_hyphens=False)
 
 
@@ -33,7 +33,7 @@ NO_PLOT = "No plot: matplotlib is not installed."
 
 
 def pyplot() -> Any:
-    """Matplotlib's, for files alone; None where it is not installed."""
+    """Return Matplotlib's pyplot, for files alone; None where it is not installed."""
     try:
         import matplotlib
     except ImportError:

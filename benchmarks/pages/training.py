@@ -39,12 +39,12 @@ def training_norms() -> str:
 
 
 def measured(case: str) -> Measured:
-    """What was measured of a case."""
+    """Return the measurements of a case."""
     return next(found for found in cases(read("training_h100")) if str(found.case) == case)
 
 
 def gain(case: str) -> str:
-    """How much faster steps with `rms_norm` are, and the interval."""
+    """Say how much faster steps with `rms_norm` are, with the interval."""
     found = measured(case).gains["rms_norm"]
     half = max(found.high - found.median, found.median - found.low)
     return f"{100 * (found.median - 1):.1f} % (± {100 * half:.1f})"
@@ -68,7 +68,7 @@ def training_gain() -> str:
 
 
 def training_bits() -> str:
-    """Whether the bits of all gradients repeat in training."""
+    """Say if the bits of all gradients repeat in training."""
     cases = read("training_h100")["cases"]
     found = {case: processes[0]["repeats_bits"] for case, processes in cases.items()}
     ways = [(case, way) for case, told in found.items() for way in told]

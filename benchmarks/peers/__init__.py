@@ -34,7 +34,7 @@ _CUTE = ("nvidia-cutlass-dsl", "apache-tvm-ffi")
 _QUACK = ("quack-kernels", *_CUTE)
 _CUDNN = ("nvidia-cudnn-frontend",)
 
-# Of either operation.
+# One peer for both operations.
 _QUACK_TUNED = Peer("quack_tuned", _QUACK, quack_tuned, tuned=True)
 _CUDNN_PEERS = (
     Peer("cudnn_heuristic", _CUDNN, cudnn_heuristic, library=cudnn_version),
@@ -69,7 +69,7 @@ PEERS: dict[str, tuple[Peer, ...]] = {
         *_CUDNN_PEERS,
     ),
 }
-"""By operation."""
+"""The peers of each operation."""
 
 
 def choose_peers(names: str, operation: str = RMSNORM_BACKWARD) -> list[Peer]:

@@ -17,11 +17,12 @@ from generator.operations.rmsnorm_backward import Inputs
 from generator.operations.rmsnorm_forward import EPS, ForwardInputs
 
 PLAN_SECONDS = 15.0
-"""For building the plans of a shape, which may take seconds each; no further one is built then."""
+"""Seconds for building the plans of a shape, each of which may take several; no further one is
+built then."""
 
 
 def cudnn_version() -> str:
-    """Of the library that the frontend has loaded."""
+    """Return the version of the library that the frontend has loaded."""
     import cudnn
 
     return f"cuDNN {cudnn.backend_version_string()}"
@@ -59,7 +60,7 @@ class CudnnGraph:
         raise NotImplementedError
 
     def like(self, inputs: Any) -> list[torch.Tensor]:
-        """What each result has the shape and dtype of."""
+        """Return tensors that have the shapes and dtypes of the results."""
         raise NotImplementedError
 
     def _dtype(self, tensor: torch.Tensor) -> Any:

@@ -15,11 +15,11 @@ from generator.operations.rmsnorm_backward import Inputs
 from normforge.operations import layernorm_backward
 
 EPS = 1e-6
-"""What generator.operations.rmsnorm_backward computes rstd with."""
+"""The eps with which generator.operations.rmsnorm_backward computes rstd."""
 
 
 class _Context:
-    """What an autograd.Function keeps between its forward and its backward."""
+    """The part of an autograd.Function's context that connects its forward and its backward."""
 
     needs_input_grad = (True, True, True)
     saved_tensors: tuple[torch.Tensor, ...] = ()
@@ -43,7 +43,7 @@ def _bind_liger(function: Any, in_place: bool) -> Bind:
 def liger_triton(timer: Timer) -> Bind:
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
-    # In place is the default; otherwise it fills dx with zeros first.
+    # Working in place is the default; otherwise Liger fills dx with zeros first.
     return _bind_liger(LigerRMSNormFunction, in_place=True)
 
 

@@ -1,4 +1,4 @@
-"""What a peer is: another project's implementation, behind one way to call it."""
+"""A peer: another project's implementation, behind one way to call it."""
 
 from __future__ import annotations
 
@@ -44,12 +44,13 @@ class Peer:
         return TITLES[self.name]
 
     def missing(self) -> str:
-        """Why it cannot be loaded, "" when it can be tried."""
+        """Return why the peer cannot be loaded, "" when it can be tried."""
         absent = [name for name in self.needs if installed_version(name) is None]
         return f"{' and '.join(absent)} not installed" if absent else ""
 
     def versions(self) -> str:
-        """What is installed of its distributions, for example `quack-kernels 0.6.5, …`."""
+        """Return the installed versions of the peer's distributions, for example `quack-kernels
+        0.6.5, …`."""
         library = [self.library()] if self.library is not None else []
         return ", ".join(library + [f"{name} {installed_version(name)}" for name in self.needs])
 

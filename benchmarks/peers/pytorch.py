@@ -13,14 +13,15 @@ from generator.operations.rmsnorm_backward import Inputs
 
 
 def aten(inputs: Inputs) -> Callable[[], Gradients]:
-    """ATen's fused operator."""
+    """Call ATen's fused operator."""
     backward = torch.ops.aten._fused_rms_norm_backward
     shape, rstd = [inputs.x.shape[1]], inputs.rstd[:, None]
     return lambda: backward(inputs.dy, inputs.x, shape, rstd, inputs.weight, [True, True])
 
 
 def aten_layer_norm(inputs: Inputs) -> Callable[[], Gradients]:
-    """ATen's fused operator. Of the bias it reads the dtype alone, so the weight stands for it."""
+    """Call ATen's fused operator. Of the bias it reads the dtype alone, so the weight stands for
+    it."""
     backward = torch.ops.aten.native_layer_norm_backward
     dy, x, mean, rstd, weight = arguments(inputs)
     rows = (mean[:, None], rstd[:, None])
@@ -45,7 +46,7 @@ def decomposed_backward(
 def decomposed_layer_norm(
     dy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor
 ) -> Gradients:
-    """The same of LayerNorm."""
+    """Compute PyTorch's decomposition of LayerNorm's backward, operation by operation."""
     N = x.shape[1]
     grad, wide = dy.to(torch.float32), x.to(torch.float32)
     normalized = (wide - mean[:, None]) * rstd[:, None]

@@ -53,7 +53,7 @@ GROUPS: dict[str, Group] = {
     "width": lambda shape: shape.problem.N,
     "gpu": lambda shape: shape.target.name,
 }
-"""What a model that scores a shape may not have seen: shapes of the same group."""
+"""Groups of shapes: a model that scores a shape has seen none of the same group."""
 
 
 def unseen(shapes: Sequence[Shape], group: Group, shape: Shape) -> Prior:
@@ -62,7 +62,7 @@ def unseen(shapes: Sequence[Shape], group: Group, shape: Shape) -> Prior:
 
 
 def predictions(shapes: Sequence[Shape], group: Group) -> list[list[float]]:
-    """Of every trial of every shape, by a correction that has not seen the shape's group."""
+    """Predict every trial of every shape, by a correction that has not seen the shape's group."""
     factors = held_out(shapes, [group(shape) for shape in shapes], *examples(shapes))
     return [
         [us * exp(factor) for us, factor in zip(physical(shape), found, strict=True)]
@@ -71,7 +71,7 @@ def predictions(shapes: Sequence[Shape], group: Group) -> list[list[float]]:
 
 
 def fitted_predictions(shapes: Sequence[Shape], fitted: Fitted) -> list[list[float]]:
-    """Of every trial of every shape, by a correction as it is stored."""
+    """Predict every trial of every shape, by a correction as it is stored."""
 
     def factor(shape: Shape, trial: Trial) -> float:
         known = features_of(trial.variant, trial.resources, shape.problem, shape.target)
@@ -109,7 +109,7 @@ def error_at_picks(
 
 
 def digests_of(folders: Sequence[Path]) -> dict[str, str]:
-    """Of the files of studies, by which a test knows what was made of older ones."""
+    """Return digests of the files of studies, by which a test knows what was made of older ones."""
     files = [file for folder in folders for file in sorted(folder.glob("studies.journal*"))]
     return {
         f"{file.parent.name}/{file.name}": sha256(file.read_bytes()).hexdigest()[:16]

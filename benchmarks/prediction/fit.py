@@ -45,7 +45,8 @@ def examples(shapes: Sequence[Shape]) -> tuple[tuple[str, ...], list[Floats], li
 
 
 def weights(shape: Shape) -> Floats:
-    """Of a shape's trials: most for the fastest, none for those that may not win."""
+    """Return the weights of a shape's trials: most for the fastest, none for those that may not
+    win."""
     fastest = min(shape.trials[place].log_ratio for place in shape.feasible)
     behind = np.array([t.log_ratio - fastest for t in shape.trials])
     fixed = np.array([t.variant.determinism != "none" for t in shape.trials])
@@ -104,7 +105,7 @@ def _grow(
 
 
 def _gains(cell: NDArray[np.int64], leaves: int, pull: Floats, weight: Floats) -> Floats:
-    """What a split above each bin explains, summed over the leaves."""
+    """Return what a split above each bin explains, summed over the leaves."""
     pulls, total = (
         np.bincount(cell, each, leaves * BINS).reshape(leaves, BINS) for each in (pull, weight)
     )
@@ -128,8 +129,8 @@ def held_out(
     rows: list[Floats],
     rest: list[Floats],
 ) -> list[list[float]]:
-    """Of every shape the logarithms of the factors by a correction that was fitted without the
-    shapes of its group. groups: one for each shape; the others are as in `examples`."""
+    """Return for every shape the logarithms of the factors by a correction that was fitted without
+    the shapes of its group. groups: one for each shape; the others are as in `examples`."""
     weight = [weights(shape) for shape in shapes]
     found: list[list[float]] = [[] for _ in shapes]
     for group in dict.fromkeys(groups):

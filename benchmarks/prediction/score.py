@@ -1,4 +1,4 @@
-"""How well predictions rank what was measured, shape by shape."""
+"""Scores how well predictions rank what was measured, shape by shape."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NEAR = 1.1
 
 @dataclass(frozen=True)
 class Score:
-    """How well one shape's trials were ranked, among those that may win.
+    """The scores of one shape: how well its trials were ranked, among those that may win.
 
     spearman, near: rank correlation, of all and of those within NEAR of the best; first, of_five:
     slowdown of the predicted best, and of the best of the first five; strategy, launches: whether
@@ -41,7 +41,7 @@ class Score:
 
 
 Pick = Callable[[Shape, list[int], list[float]], int]
-"""Which of some places of a shape's trials is chosen by their predictions."""
+"""Chooses one of some places of a shape's trials by their predictions."""
 
 
 def least(shape: Shape, places: list[int], predicted: list[float]) -> int:
@@ -49,7 +49,7 @@ def least(shape: Shape, places: list[int], predicted: list[float]) -> int:
 
 
 def preferred(prior: Prior, shape: Shape, places: list[int], predicted: list[float]) -> int:
-    """As `generator.search.choose_winner.choose` does where times are predicted."""
+    """Choose as `generator.search.choose_winner.choose` does where times are predicted."""
     best = min(predicted[place] for place in places)
     votes = prior.votes(shape.problem, shape.target)
     preference = Preference(TIE, partial(agreement, votes))
@@ -97,7 +97,7 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 
 
 def summary(scores: Sequence[Score]) -> dict[str, float]:
-    """Over all shapes: means, for slowdowns the geometric mean and the worst."""
+    """Summarise the scores of all shapes: means, for slowdowns the geometric mean and the worst."""
 
     def typical(values: list[float]) -> float:
         return round(exp(fmean(log(1 + value) for value in values)) - 1, 4)

@@ -42,7 +42,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Shape:
-    """What was measured of one problem. won: the config of its winner; floor_us: the median of the
+    """The measurements of one problem. won: the config of its winner; floor_us: the median of the
     GPUs' floors."""
 
     problem: Problem

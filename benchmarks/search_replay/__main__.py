@@ -103,7 +103,8 @@ def _record(args: argparse.Namespace) -> int:
 
 
 def _time_side_by_side(args: argparse.Namespace) -> int:
-    """Each recording is written when it is done; the exit code is 1 where one was too noisy."""
+    """Time the best configs side by side. Each recording is written when it is done; the exit code
+    is 1 where one was too noisy."""
     noisy = 0
     target, measured = _on_gpu(args)
     with measured, CompilePool(target.arch, spare_cores()) as pool:

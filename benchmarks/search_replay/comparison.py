@@ -24,7 +24,7 @@ CHECKPOINTS = (30, 60, 100)
 
 @dataclass(frozen=True)
 class Comparison:
-    """How one kind of search did. reached: the mean of optimum / best found after each of
+    """The success of one kind of search. reached: the mean of optimum / best found after each of
     CHECKPOINTS, 0 while nothing is found; errors: the standard errors of these means; close: the
     share of seeds within CLOSE of the optimum by then."""
 
@@ -78,7 +78,7 @@ def compare(
 
 
 def _standard_error(values: Sequence[float]) -> float:
-    """Of the mean; 0 where one value says nothing about it."""
+    """Return the standard error of the mean; 0 where one value says nothing about it."""
     return stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
 
 
@@ -86,7 +86,7 @@ _replayed: list[Replayed] = []
 
 
 def _start_process(recording: Recording) -> None:
-    torch.set_num_threads(1)  # of the Gaussian process: every core has a search of its own
+    torch.set_num_threads(1)  # for the Gaussian process: every core has its own search
     warnings.simplefilter("ignore", ExperimentalWarning)
     _start(recording)
 

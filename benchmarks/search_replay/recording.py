@@ -48,7 +48,7 @@ REPEATS = 2
 NEAREST = 1.04
 """Configs up to this many times the best are then timed side by side, which judges the searches."""
 GROUP, BLOCKS, TIMES, TRIES = 60, 3, 5, 40
-"""How many take turns, in how many blocks at a time; how often that is done, each time in another
+"""Configs that take turns, and blocks at a time; how often that is done, each time in another
 order, of which the median counts; and how often it is tried where the GPU is disturbed."""
 MOST = 10_000
 """More legal configs than this are no space to sweep."""
@@ -61,7 +61,7 @@ def recordings() -> list[Path]:
 
 @dataclass(frozen=True)
 class Recording:
-    """What a sweep found.
+    """The results of a sweep.
 
     values: the swept knobs and REDUCTION_KNOBS with their values; all other knobs have their first
     one. facts: where, when and with what it was measured. entries: for every legal config, by its
@@ -96,12 +96,12 @@ class Recording:
 
     @cached_property
     def _beside_others(self) -> float:
-        """How much larger ratios are side by side: the lowest of many trials happened to be low."""
+        """Return how much larger ratios are side by side: the lowest trial happened to be low."""
         timed = self.side_by_side.items()
         return median(ratio / self.by_trial(key) for key, ratio in timed) if timed else 1.0
 
     def by_trial(self, key: Key) -> float:
-        """The same from its trial alone, as a search hears of it."""
+        """Return the ratio of a config from its trial alone, as a search hears of it."""
         result, _ = self.entries[key]
         if result.ratio is None or not may_win(self.config(key), result):
             return inf
@@ -272,8 +272,8 @@ def time_side_by_side(recording: Recording, pool: Pool, evaluator: Evaluator) ->
 def _measured_again(
     problem: Problem, records: Sequence[Record], pool: Pool, evaluator: Evaluator
 ) -> dict[str, Result]:
-    """By identity, the results of what is near the best, with the median of its times. A repeat
-    that fails is the result: a variant that fails in one run of three may not win."""
+    """Measure what is near the best again. Returns the results by identity, with the median time. A
+    repeat that fails is the result: a variant that fails in one run of three may not win."""
     timed = [record for record in records if record.result.timed and record.shared_with is None]
     limit = NEAR * min((record.ratio for record in timed if record.feasible), default=0.0)
     near = [record for record in timed if record.ratio <= limit]

@@ -74,7 +74,7 @@ class Replayed:
 
     @cached_property
     def configs(self) -> list[Values]:
-        """Those that may win if they are fast."""
+        """Return the configs that may win if they are fast."""
         return [config for config in self.allowed if is_deterministic(config)]
 
     def ratio(self, config: Config) -> float:
@@ -140,8 +140,8 @@ def at_random(replayed: Replayed, trials: int, seed: int) -> list[float]:
 def by_sampler(
     replayed: Replayed, trials: int, seed: int, kind: Callable[..., BaseSampler], **options: Any
 ) -> list[float]:
-    """One of Optuna's samplers alone: its proposals are made legal and new, and there are no
-    seeds."""
+    """Search by one of Optuna's samplers alone: its proposals are made legal and new, and there are
+    no seeds."""
     repairing = RepairingSampler(replayed.legal, seed, kind(seed=seed, **options))
     study = optuna.create_study(sampler=repairing)
     pending: deque[tuple[optuna.Trial, float]] = deque()
@@ -173,8 +173,8 @@ def by_tuner(
 
 
 def by_tuner_with_studies(replayed: Replayed, trials: int, seed: int) -> list[float]:
-    """The same where other shapes have been searched, as in all runs but the first: their winners
-    are known, and their trials."""
+    """Search as the tuner does where other shapes have been searched, as in all runs but the first:
+    their winners are known, and their trials."""
     legal, gpu = replayed.legal, replayed.recording.gpu
     size = (legal.problem.M, legal.problem.N)
     others = [
@@ -188,7 +188,7 @@ def by_tuner_with_studies(replayed: Replayed, trials: int, seed: int) -> list[fl
 
 @lru_cache(maxsize=1)
 def learned(replayed: Replayed) -> Experience:
-    """What `learn` finds in the committed studies, without those of the same M and N."""
+    """Return what `learn` finds in the committed studies, without those of the same M and N."""
     problem = replayed.legal.problem
     studies = [
         (other, trials)
@@ -200,7 +200,7 @@ def learned(replayed: Replayed) -> Experience:
 
 @cache
 def committed_trials(gpu: str) -> list[Timed]:
-    """Those of every measured study of a GPU."""
+    """Return the trials of every measured study of a GPU."""
     studies = read_studies(GENERATED / gpu)
     return [(s.problem, times_of(s.records)) for s in studies if s.evidence == "measured"]
 
@@ -224,6 +224,6 @@ SEARCHES: Mapping[str, Callable[[Replayed, int, int], list[float]]] = {
     "this tuner": by_tuner,
     "this tuner, warm": by_tuner_with_studies,
 }
-"""By name. The liar counts what is under way as bad; a generation has 20."""
+"""The searches by name. The liar counts what is under way as bad; a generation has 20."""
 SEEDS_FOR_ONE = {"GP": 5}
-"""Of a search that takes minutes only one in so many seeds is tried."""
+"""The number of seeds of which only one is tried, for a search that takes minutes."""

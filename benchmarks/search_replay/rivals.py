@@ -1,4 +1,4 @@
-"""What the search is compared with: Optuna's samplers, and parts of its own surrogate."""
+"""The rivals of the search: Optuna's samplers, and parts of its own surrogate."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from generator.space.legal_configs import LegalConfigs
 
 
 class RepairingSampler(LegalSampler):
-    """What another sampler proposes. A proposal that is illegal, taken or not deterministic gives
-    way to the nearest config that will do, or to a random one where that is far away."""
+    """Repairs the proposals of another sampler. A proposal that is illegal, taken or not
+    deterministic gives way to the nearest config that will do, or to a random one where that is far
+    away."""
 
     def __init__(self, legal: LegalConfigs, seed: int, proposer: BaseSampler) -> None:
         super().__init__(legal, seed)
@@ -41,8 +42,8 @@ def best_by(
     candidates: Sequence[Row],
     expected: Sequence[float],
 ) -> int | None:
-    """As `generator.search.surrogate.most_promising`, by one part of it alone: `log_odds` or
-    `expected_improvement`."""
+    """Choose as `generator.search.surrogate.most_promising` does, by one part of it alone:
+    `log_odds` or `expected_improvement`."""
     logs = bounded_logs(times)
     if not candidates or not (leads(logs) > 0).any():
         return None

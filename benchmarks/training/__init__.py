@@ -1,1 +1,1 @@
-"""What a norm's speed is worth in a training step."""
+"""Measures what a norm's speed is worth in a training step."""

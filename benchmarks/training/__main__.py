@@ -1,4 +1,4 @@
-"""What a faster norm is worth in training: whole steps of transformer blocks, on one GPU.
+"""Measure what a faster norm is worth in training: whole steps of transformer blocks, on one GPU.
 
     python -m benchmarks.training --out benchmarks/results/training_h100.json --seconds 540
 
@@ -44,7 +44,8 @@ CASES = (
     "llama3_8b,8192,eager",
 )
 ENVIRONMENT = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-"""Of the processes: with it cuBLAS repeats its bits, which deterministic algorithms ask for."""
+"""The environment of the processes: with it cuBLAS repeats its bits, which deterministic algorithms
+ask for."""
 PACKAGES = ("triton", "liger-kernel", "quack-kernels")
 SAME = (
     "gpu",
@@ -59,9 +60,9 @@ SAME = (
     "warmups",
     "kernels",
 )
-"""What must not differ between the processes of one file."""
+"""Keys of the facts that must not differ between the processes of one file."""
 OPERATIONS = ("rmsnorm_backward", "rmsnorm_invariant_backward")
-"""Of the packages whose kernels take part."""
+"""Operations of the packages whose kernels take part."""
 
 
 def parser() -> argparse.ArgumentParser:

@@ -10,13 +10,13 @@ from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
 EPS = 1e-6
 Norm = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""y of x (..., N) and the weight (N,)."""
+"""A norm: gives y of x (..., N) and the weight (N,)."""
 Weights = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Widths:
-    """One model's. head_norm: queries and keys are normalised, as in Qwen 3."""
+    """The widths of one model. head_norm: queries and keys are normalised, as in Qwen 3."""
 
     title: str
     hidden: int
@@ -34,7 +34,7 @@ MODELS = {
 
 
 def make_weights(widths: Widths, device: torch.device) -> Weights:
-    """Those of one block, in bf16; norms' are about 1."""
+    """Make the weights of one block, in bf16; norms' are about 1."""
     hidden, head = widths.hidden, widths.head
     query, key = widths.heads * head, widths.kv_heads * head
     shapes = {
@@ -61,7 +61,7 @@ def rotation(length: int, head: int, device: torch.device) -> tuple[torch.Tensor
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x (batch, heads, length, head)."""
+    """Rotate x (batch, heads, length, head)."""
     low, high = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-high, low), dim=-1) * sin
 

@@ -15,7 +15,7 @@ RANGE = "benchmarks.training: norm"
 
 
 def in_ranges(norm: Norm) -> Norm:
-    """The same norm, whose forward runs in a range, and so does every node of its backward."""
+    """Return a norm whose forward runs in a range, and so does every node of its backward."""
 
     def ranged(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         with record_function(RANGE):
@@ -42,7 +42,8 @@ def _between(y: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> Iterator[Node
 
 
 def _range_around(node: Node) -> None:
-    """Its hooks run before and after it, on the thread of its backward."""
+    """Put a node into a range, by hooks that run before and after it, on the thread of its
+    backward."""
     entered: list[record_function] = []
 
     def before(gradients: object) -> None:

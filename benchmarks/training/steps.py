@@ -38,7 +38,7 @@ class Case:
 
     @classmethod
     def parse(cls, text: str) -> Case:
-        """`MODEL,LENGTH,MODE[,checkpoint]`. Raises ValueError."""
+        """Parse `MODEL,LENGTH,MODE[,checkpoint]`. Raises ValueError."""
         if text.count(",") < 2:
             raise ValueError(text)
         model, length, mode, *more = text.split(",")
@@ -76,7 +76,7 @@ class Steps:
                     self.reasons[name] = sentence(error)
 
     def gradients(self) -> list[torch.Tensor]:
-        """Of everything, by the last step."""
+        """Return the gradients of everything, by the last step."""
         tensors = [self.x, *(w for weights in self.weights for w in weights.values())]
         return [tensor.grad for tensor in tensors if tensor.grad is not None]
 
@@ -92,7 +92,7 @@ class Steps:
         norm = in_ranges(way.norm) if ranges else way.norm
 
         def compiled(function: Any) -> Any:
-            # Without the whole graph, what cannot be compiled would be timed as if it were.
+            # Without fullgraph, code that cannot be compiled would be timed as if it were.
             return torch.compile(function, backend=way.backend or "inductor", fullgraph=True)
 
         model = self._model(norm, compiled if self.case.mode == "blocks" else None)
@@ -150,8 +150,8 @@ class Steps:
         return found
 
     def repeats_bits(self, name: str) -> bool:
-        """Whether all gradients have the same bits in three runs. Attention is deterministic then:
-        with warn_only it would stay as it is."""
+        """Return True if all gradients have the same bits in three runs. Attention is deterministic
+        then: with warn_only it would stay as it is."""
         torch.use_deterministic_algorithms(True)
         try:
             self.calls[name]()
@@ -181,9 +181,9 @@ class Steps:
 
 
 def measure(case: Case, rounds: int, warmups: int, process: int) -> dict[str, Any]:
-    """What one process finds out about a case: milliseconds of every step by way, and why ways are
-    missing. The first of several processes, number 0, also finds out whether bits repeat and, of
-    eager steps, what norms take."""
+    """Measure a case in one process: milliseconds of every step by way, and why ways are missing.
+    The first of several processes, number 0, also finds out whether bits repeat and, of eager
+    steps, what norms take."""
     steps = Steps(case, torch.device("cuda"))
     found: dict[str, Any] = {"ms": steps.time(rounds, warmups, process), "missing": steps.reasons}
     if process == 0:

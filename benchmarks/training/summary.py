@@ -1,4 +1,4 @@
-"""What the steps of a results file say: gains over PyTorch's norm, with their uncertainty."""
+"""Summarises the steps of a results file: gains over PyTorch's norm, with their uncertainty."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Gain:
 
     @classmethod
     def of(cls, ratios: Sequence[float]) -> Gain:
-        """By order statistics: how many of n values lie below the median is binomial, whatever
-        their distribution (Conover, Practical Nonparametric Statistics, 3.2)."""
+        """Estimate the gain by order statistics: how many of n values lie below the median is
+        binomial, whatever their distribution (Conover, Practical Nonparametric Statistics, 3.2)."""
         ordered, n = sorted(ratios), len(ratios)
         left, below = 0, 0.0
         while left < n // 2 and below + comb(n, left) / 2**n <= (1 - CONFIDENCE) / 2:
@@ -58,7 +58,7 @@ class Measured:
 
     @cached_property
     def gains(self) -> dict[str, Gain]:
-        """Of every way that was measured, but the baseline."""
+        """The gains of every way that was measured, but the baseline."""
         found = {}
         for name in WAYS:
             pairs = [
@@ -76,13 +76,14 @@ class Measured:
         return median(ms for process in self.processes for ms in process["ms"][BASELINE])
 
     def norm_ms(self, name: str) -> float | None:
-        """What kernels of norms take in one step, where the profiler could tell them apart."""
+        """Return the milliseconds that kernels of norms take in one step, where the profiler could
+        tell them apart."""
         found = [p["norm_ms"][name] for p in self.processes if name in p.get("norm_ms", {})]
         return median(found) if found else None
 
 
 def cases(document: Mapping[str, Any]) -> list[Measured]:
-    """Those of a results file that were measured, by model and mode."""
+    """Return the cases of a results file that were measured, by model and mode."""
     runs_of = {Case.parse(text): runs for text, runs in document["cases"].items() if runs}
     models, modes = list(MODELS), list(MODES)
 

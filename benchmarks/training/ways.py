@@ -15,7 +15,7 @@ from benchmarks.training.model import EPS, Norm
 
 BASELINE = "pytorch"
 MODES = {"eager": "eager", "blocks": "compiled by blocks", "whole": "compiled as a whole"}
-"""How a model runs, in words."""
+"""The ways in which a model runs, in words."""
 
 
 def pytorch_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -24,7 +24,7 @@ def pytorch_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Way:
-    """How the norms of a step are computed. inside: what a step runs in; backend: for
+    """A way to compute the norms of a step. inside: what a step runs in; backend: for
     torch.compile, None for Inductor."""
 
     norm: Norm = pytorch_norm
@@ -63,7 +63,7 @@ def _liger() -> Way:
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
     def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        # In place, its default: nothing else of the model uses the gradient of a norm's result.
+        # Working in place is its default: nothing else uses the gradient of a norm's result.
         return LigerRMSNormFunction.apply(x, weight, EPS, 0.0, "llama", True)
 
     return Way(norm)
@@ -87,4 +87,5 @@ WAYS = {
         "Normforge, batch-invariant", partial(_of, "normforge.batch_invariant")
     ),
 }
-"""In the order of the tables. `again` is the baseline as a contender of its own."""
+"""The ways to compute norms, in the order of the tables. `again` is the baseline as a contender of
+its own."""

@@ -12,7 +12,7 @@
 // (This assumes that the completion of st.async, a release at cluster scope, covers what the sending
 // thread did before. In hardware it matters only for reads that do not feed the sent sum: those of the
 // sums before, of the residual, and of a reload. The PTX ISA denies it for bulk copies, and says nothing
-// about st.async; docs/verification.md, "Limits", has more.)
+// about st.async; docs/emulator.md, "Limits", has more.)
 //
 // Why the exchange can replace the team's barrier. A phase completes only after every warp of the team
 // has sent, and a warp sends after its reads of the stage. So, on the same assumption, the stage can be

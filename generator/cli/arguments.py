@@ -27,7 +27,7 @@ class CommandLine(argparse.ArgumentParser):
         raise NormforgeError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
 
     def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
-        """Unlike argparse's, raises OSError when the disk is full."""
+        """Print as argparse does, but raise OSError when the disk is full."""
         (file or sys.stderr).write(message)
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
@@ -55,7 +55,8 @@ def add_operation(parser: argparse._ActionsContainer) -> None:
 
 
 def operation_name(text: str) -> str:
-    """See generator.operations, which takes a while to import."""
+    """Return the name of an operation, as generator.operations does, which takes a while to
+    import."""
     if text in OPERATIONS:
         return text
     from generator.operations import operation_name as named

@@ -72,7 +72,7 @@ def _index(text: str) -> int:
 
 
 def check(argv: list[str]) -> int:
-    """Returns the exit code. Raises NormforgeError."""
+    """Run `tune.py check`. Returns the exit code. Raises NormforgeError."""
     args = make_parser().parse(argv)
     checked: list[Checked] = []
     try:
@@ -90,7 +90,8 @@ def check(argv: list[str]) -> int:
 
 
 def _check(args: argparse.Namespace, problems: list[Problem] | None, checked: list[Checked]) -> int:
-    """Adds to `checked`, so that what was found before an error is known."""
+    """Check the kernels that the options name, each added to `checked` at once, so that what was
+    found before an error is known."""
     from generator.tuner.check import check_kernel, choose, stored_kernels, summary
     from generator.tuner.choose_device import open_gpu
 

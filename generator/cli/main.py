@@ -167,7 +167,7 @@ def main(argv: list[str] | None = None) -> int:
             raise
         # The interpreter must not try once more at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if error.errno == errno.EPIPE:  # who read it has seen enough
+        if error.errno == errno.EPIPE:  # the reader of the pipe has seen enough
             return 1
         message = f"cannot write to the standard output ({error.strerror}): send it elsewhere"
     print(f"tune.py{' ' + command if command else ''}: {message}", file=sys.stderr)

@@ -33,7 +33,7 @@ _FILTERS = [
         "pb": 0,
     }
 ]
-"""For text, whose units are bytes, and for the largest journal, of 300 MB."""
+"""LZMA filters for text, whose units are bytes, and for the largest journal, of 300 MB."""
 
 
 def pack(folder: Path) -> Path:

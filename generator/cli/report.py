@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 def _studies(
     args: argparse.Namespace, wanted: Callable[[StudyFacts], bool], *, importance: bool = False
 ) -> tuple[list[Study], list[StudyFacts], str]:
-    """Of the studies where the options say: those that are `wanted`, what the names of all of the
-    operation say, and the place, as `describe_location` has it. Raises NormforgeError where there
-    are none of the operation."""
+    """Read the studies that the options name. Returns those that are `wanted`, the facts of every
+    study of the operation, and the place as `describe_location` puts it. Raises NormforgeError
+    where the place has none of the operation."""
     if args.gpu is None and args.out is None and args.storage is None:
         raise NormforgeError("name the studies: --gpu h200, --out FOLDER or --storage URL")
     if args.gpu is not None:

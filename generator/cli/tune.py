@@ -31,7 +31,7 @@ INTERRUPTED = (
 )
 
 NOTHING = Outcome((), None, False, {}, 0)
-"""What came out where there was nothing to do."""
+"""The outcome of a run that had nothing to do."""
 
 
 def run(args: argparse.Namespace, problems: list[Problem]) -> int:
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace, problems: list[Problem]) -> int:
 def _plan(
     args: argparse.Namespace, problems: Sequence[Problem], target: Target, *, measured: bool
 ) -> Plan:
-    """What the command line asks for."""
+    """Make the plan that the command line asks for."""
     evidence = "measured" if measured else "predicted"
     return Plan(
         target=target,
@@ -99,7 +99,7 @@ def _plan(
 
 
 def _print_remarks(problems: int, outcome: Outcome) -> None:
-    """What else is to know about a run of so many problems, on stderr."""
+    """Print to stderr what is worth knowing about a run of so many problems beside its results."""
     if outcome.unchanged:
         print(
             f"{outcome.unchanged} of {problems} shapes were not searched again: what "

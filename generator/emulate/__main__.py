@@ -19,7 +19,8 @@ from generator.target import find_target
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code 0 when no schedule found anything, 1 when one did, 2 when none could be run."""
+    """Run the command. Returns 0 when no schedule found anything, 1 when one did, 2 when none could
+    be run."""
     options = _parser().parse_args(arguments)
     try:
         if find_compiler() is None:
@@ -76,7 +77,7 @@ def _check(options: argparse.Namespace) -> Check:
     space = load_space(space_file(problem.operation))
     target = find_target(options.gpu)
     fixed = {"strategy": options.strategy, **_settings(options.set)}
-    space.normalize(fixed, problem, target)  # which refuses unknown knobs and values
+    space.normalize(fixed, problem, target)  # this refuses unknown knobs and values
     config = next(space.legal(problem, target, fixed=fixed), None)
     if config is None:
         said = ", ".join(f"{name}={value}" for name, value in fixed.items())

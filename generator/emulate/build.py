@@ -1,4 +1,4 @@
-"""Rendered sources to host programs: the C++ compiler, and a cache of what it made.
+"""Builds host programs from rendered sources: the C++ compiler, and a cache of what it made.
 
 A program is one variant linked with the emulator. Programs live in a content-addressed cache and
 appear by an atomic rename, as cubins do. Each ends with its own checksum, which neither the linker
@@ -30,10 +30,10 @@ NO_COMPILER = (
 )
 _COMPILE_SECONDS = 300
 _IN_THE_SOURCE = re.compile(r":\d+: error: ")
-"""What a compiler writes about the source; about a full disk and the like it says `fatal error`, or
-nothing that has a line."""
+"""Matches a compiler's errors about the source. About a full disk and the like, it writes `fatal
+error`, or nothing that has a line number."""
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
-_MOST_STACK_BYTES = 16384  # of the kernel's frame; the emulator's own functions need some, too
+_MOST_STACK_BYTES = 16384  # the kernel's frame; the emulator needs some, too
 
 
 class HostError(NormforgeError):
@@ -115,7 +115,7 @@ def _key(compiler: str, *contents: str) -> str:
 
 
 def _is_whole(program: Path) -> bool:
-    """Whether a program is in the cache as it was put there."""
+    """Return True if the cached program still matches its checksum."""
     try:
         content = program.read_bytes()
     except OSError:

@@ -1,4 +1,5 @@
-"""Whether a variant computes what it should, with the same bits, whatever the schedule."""
+"""Checks on the emulator that a variant computes what it should, with the same bits under every
+schedule."""
 
 from __future__ import annotations
 
@@ -23,13 +24,14 @@ PARTICIPANTS = 5
 """CTAs (or clusters) that an emulated grid has at most: two levels of groups, the last one ragged,
 and several batches for every CTA at a small M."""
 MOST_ELEMENTS = 1 << 21
-"""Of a matrix, where a reduced problem takes more rows than its stages and blocks need."""
+"""The most elements of a matrix, where a reduced problem takes more rows than its stages and blocks
+need."""
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Check:
-    """What many schedules of one variant showed.
+    """The findings of many schedules of one variant.
 
     schedules: how many ran; 0 when `note` says why none could. distinct_results: different outputs,
     bit by bit, of schedules without a fault, on inputs whose sums over rows cancel. errors: by
@@ -71,7 +73,7 @@ def reduced_problem(
     rounds = max(variant["stages"] + 1, 2 * variant.block_batches + 1)
     rows = participants * batch * rounds + rest
     if variant.run_rows:
-        # Where rows are short several chunks: whole groups, and runs behind them.
+        # Short rows take several chunks: whole groups, and runs behind them.
         rows = max(rows, min(2 * CHUNK_ROWS + 300, MOST_ELEMENTS // variant.N))
     return replace(problem, M=min(problem.M, rows))
 

@@ -1,4 +1,4 @@
-"""What a host program is asked, in the form in which host/main.cpp reads it."""
+"""The request to a host program, in the form in which host/main.cpp reads it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Buffer:
 
     @property
     def line(self) -> str:
-        """How the request describes it."""
+        """Return the line of the request that describes the buffer."""
         rows, columns = self.shape if len(self.shape) == 2 else (1, *self.shape)
         at = self.rows_at or RowLayout(columns)
         gap = at.outer // at.stride - at.inner  # in rows
@@ -78,12 +78,12 @@ class Request:
 
     @property
     def outputs(self) -> dict[str, Buffer]:
-        """Those that the kernels write, in the order in which the program has their results."""
+        """The buffers that the kernels write, in the order in which the program returns them."""
         return {buffer.name: buffer for buffer in self.buffers if buffer.output}
 
 
 def fields_of(spec: KernelSpec | ForwardSpec) -> dict[str, int]:
-    """What any kernel over rows needs."""
+    """Return the fields of a request that every kernel over rows needs."""
     item, weight_item = ITEMSIZE[spec.dtype], ITEMSIZE[spec.weight_dtype]
     weight_bytes = max(1, spec.vector_bytes // item) * weight_item
     producer = int(isinstance(spec, KernelSpec) and spec.producer)

@@ -29,7 +29,7 @@ from normforge.spec import KernelSpec, Launch
 DEADLINE_SECONDS = 120.0
 _ENDED_FROM_OUTSIDE = (-SIGKILL, -SIGTERM, -SIGHUP)
 _GRACE_SECONDS = 5
-"""After the deadline, a program whose parent was killed ends by itself."""
+"""Seconds after the deadline at which a program whose parent was killed ends by itself."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Layout:
-    """How matrices lie in memory. pads: elements behind every row of those that are read before the
-    row sums, and then of the outputs, over again where there are more of them; misaligned_bytes:
-    from a 4096-byte boundary to their first element."""
+    """The layout of matrices in memory. pads: elements behind every row, first of the matrices that
+    are read before the row sums and then of the outputs, repeated where there are more matrices;
+    misaligned_bytes: distance of their first element from a 4096-byte boundary."""
 
     pads: tuple[int, ...] = (0,)
     misaligned_bytes: int = 0
@@ -60,7 +60,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class CallOptions:
-    """What a call may ask of any kernel.
+    """The options that a call of any kernel may have.
 
     columns: whether it is given those that rows share; else they are ones. without: outputs that
     are not wanted. dw_mode: sums as fp32 (DW_IN_FP32), or added to `added_to`, as fp32 (DW_ADDED).
@@ -78,7 +78,7 @@ class CallOptions:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one schedule gave: by output, an index into Runs.results, or the fault that ended it."""
+    """The outcome of one schedule: an index into Runs.results by output, or what ended it."""
 
     schedule: Schedule
     results: Mapping[str, int] = field(default_factory=dict)
@@ -131,7 +131,7 @@ def execute(
     deadline: float = DEADLINE_SECONDS,
     cache_folder: Path = DEFAULT_CACHE,
 ) -> Runs:
-    """`run_schedules` for a request that is made up already. kernel: name of the main one.
+    """Do `run_schedules` for a request that is made up already. kernel: name of the main one.
     deadline: seconds for all schedules; the one under way then gets a fault, later ones have no
     outcome."""
     program = build(source, cache_folder, kernel=kernel)
@@ -144,7 +144,8 @@ def execute(
 
 
 def _run_program(program: Path, request: bytes, deadline: float) -> tuple[bytes, str]:
-    """What a program answers, and how it ended. Raises HostError where that is not what it runs."""
+    """Run a program and return its answer and how it ended. Raises HostError where the answer is
+    not that of a host program."""
     try:
         process = subprocess.Popen(
             [str(program), str(ceil(deadline) + _GRACE_SECONDS)],
@@ -213,8 +214,9 @@ def _request(
 
 
 def _rows_at(signature: Signature, N: int, layout: Layout, inner: int) -> dict[str, RowLayout]:
-    """Where the rows of the matrices lie, by name; of others, one behind the other. With `inner`,
-    behind as many rows comes a gap of one row, but of two in every matrix after the first."""
+    """Return the row layouts of the matrices by name; the rows of a matrix that is left out are
+    contiguous. With `inner`, a gap follows every `inner` rows: of one row in the first matrix, of
+    two in all others."""
     found = {name: RowLayout(N + pad) for name, pad in layout.pads_of(signature).items()}
     if inner:
         for i, tensor in enumerate(signature.early):
@@ -232,7 +234,7 @@ def _buffers(
     layout: Layout,
     options: CallOptions,
 ) -> Iterator[Buffer]:
-    """Of the tensors that the call has, in the order of the signature."""
+    """Yield the buffers of the tensors that the call has, in the order of the signature."""
     M, N = shape
     shapes = {"rows": shape, "row": (M,), "columns": (N,)}
     for tensor in signature.tensors:
@@ -264,7 +266,7 @@ def _buffers(
 
 
 def _dtype(tensor: Tensor, spec: KernelSpec, dw_mode: int) -> str:
-    """ "" for a tensor of an option that the kernel does not have."""
+    """Return a tensor's dtype; "" for one of an option that the kernel does not have."""
     if tensor.option:
         return str(getattr(spec, tensor.option))
     if tensor.role == "rows":

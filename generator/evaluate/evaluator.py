@@ -1,4 +1,4 @@
-"""What the search asks of a compiler and of a GPU."""
+"""The interfaces through which the search uses a compiler and a GPU."""
 
 from __future__ import annotations
 
@@ -39,12 +39,13 @@ class Evaluator(Protocol):
     def evaluate(
         self, problem: Problem, variant: Variant, compiled: Compiled, best_us: float | None
     ) -> Result:
-        """Accuracy, determinism and time. best_us: µs of the best variant so far, with which a slow
-        one may be given up early."""
+        """Check a variant's accuracy and determinism, and time it. best_us: µs of the best variant
+        so far, with which a slow one may be given up early."""
         ...
 
     def finals(self, problem: Problem, entries: list[tuple[Variant, Compiled]]) -> Sequence[Result]:
-        """Interleaved times and the full determinism checks, in the order of the entries."""
+        """Return interleaved times and the results of the full determinism checks, in the order of
+        the entries."""
         ...
 
 
@@ -87,5 +88,6 @@ class Preferring(Evaluator, Protocol):
         ...
 
     def agreement(self, problem: Problem, config: Config) -> float:
-        """How far a config is like what won elsewhere: among equals the highest wins."""
+        """Return how much a config resembles what won elsewhere: of equal configs, the one with the
+        highest agreement wins."""
         ...

@@ -1,4 +1,5 @@
-"""What a measurement depends on: the code that is compiled, not the files that it is written in.
+"""The digest of the code that is compiled, which a measurement depends on, whatever files it is
+written in.
 
 Variants with equal digests are compiled from the same tokens, with the same options, by the same
 compiler, and so are the same machine code. Comments, the names and places of template files, and

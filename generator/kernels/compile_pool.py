@@ -24,11 +24,11 @@ NICE = 5
 MAX_CRASHES = 3
 """Processes that one variant may cost, alone and on a sound machine, before it is an error."""
 MAX_TIMEOUTS = 2
-"""The same of time-outs, the first of which may be of a process that others kept busy."""
+"""Time-outs that one variant may cost in the same way; other work may have caused the first one."""
 MACHINE_SECONDS = 120.0
-"""How long a machine on which nothing compiles is given to recover."""
+"""Seconds that a machine on which nothing compiles is given to recover."""
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 15.0
-"""Between two tries on such a machine; each is twice as long as the one before."""
+"""Seconds between two tries on such a machine; each pause is twice as long as the one before."""
 CHECK_SECONDS = 60.0
 """Deadline of the known-good kernel, which takes a second or two with the start of its process."""
 KNOWN_GOOD = 'extern "C" __global__ void known_good(float* x) { x[threadIdx.x] = 1.0f; }'
@@ -42,7 +42,7 @@ def compile_known_good(arch: str) -> None:
 
 
 def _begin() -> None:
-    """What a process of the pool does first. That needs PyTorch only for a user's operations."""
+    """Set up a process of the pool. That needs PyTorch only for a user's operations."""
     end_with_parent(NICE)
     if os.environ.get(OWN_OPERATIONS):
         import generator.operations  # noqa: F401
@@ -152,8 +152,8 @@ class CompilePool:
         return self._failed("the run was ended")
 
     def _fault_of_machine(self, error: Exception) -> str | None:
-        """What is wrong with the machine just after an error; None when a known-good kernel can be
-        compiled there, and the error is none that only a machine makes."""
+        """Return what is wrong with the machine just after an error; None when a known-good kernel
+        can be compiled there, and the error is none that only a machine makes."""
         try:
             self._in_fresh_process(lambda pool: pool.submit(self._check, self.arch), CHECK_SECONDS)
         except BrokenProcessPool:
@@ -196,7 +196,7 @@ class CompilePool:
 
 
 def _blame(error: Exception, timeout: float) -> str:
-    """What is recorded for a variant whose error is its own."""
+    """Return what is recorded for a variant whose error is its own."""
     if isinstance(error, BrokenProcessPool):
         return f"NVRTC crashed on this variant {MAX_CRASHES} times"
     if isinstance(error, TimeoutError):

@@ -52,14 +52,15 @@ def compile_cached(folder: Path, source: str, arch: str, register_cap: int = 0) 
 def find_cached(
     variant: AnyVariant, arch: str, cache_folder: Path = DEFAULT_CACHE
 ) -> Compiled | None:
-    """What the cache has of a variant, without compiling; None when it has nothing that is sound. A
-    look takes less than a millisecond, a new process that compiles several seconds to start."""
+    """Return the cached result of a variant, without compiling; None when there is none that is
+    sound. A look takes less than a millisecond, a new process that compiles several seconds to
+    start."""
     source, register_cap = compiler_input(variant)
     return _read(entry_path(cache_folder, source, arch, register_cap), source)
 
 
 def entry_path(folder: Path, source: str, arch: str, register_cap: int = 0) -> Path:
-    """Where the cache has the result of a source."""
+    """Return the path at which the cache has the result of a source."""
     options = " ".join(compile_options(arch, register_cap))
     text = f"{ENTRY_FORMAT} {nvrtc_version()}\n{options}\n{source}"
     key = hashlib.sha256(text.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""What a config means for the memory of one CTA, in bytes."""
+"""The memory of one CTA of a config, in bytes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ least for b = sqrt(n); teams on an H200 have 31 to 500 rows."""
 
 @dataclass(frozen=True)
 class Geometry(RowGeometry):
-    """What a config means for one row length, with the memory that it takes."""
+    """The geometry of a config for one row length, with the memory that it takes."""
 
     # Shared memory, in bytes from the start of the dynamic allocation.
 
     @property
     def sums_offset(self) -> int:
-        """Behind the mbarriers."""
+        """Offset of the sums, behind the mbarriers."""
         exchange = 2 if self["cluster"] > 1 else 0
         return round_up(self.teams * (self.stage_barriers + exchange) * 8, 16)
 
@@ -110,8 +110,8 @@ class Geometry(RowGeometry):
 
     @property
     def stores_rows(self) -> bool:
-        """Whether every CTA leaves its partial dw in a row of its own and a tail sums slices of all
-        rows; else CTAs add theirs to what others have left."""
+        """True when every CTA leaves its partial dw in a row of its own and a tail sums slices of
+        all rows; else CTAs add theirs to what others have left."""
         return self.strategy.adds == "by_index"
 
     @property

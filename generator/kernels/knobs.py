@@ -15,7 +15,7 @@ Value = int | str
 
 @dataclass(frozen=True)
 class KnobFacts:
-    """What is fixed about a knob; the values that are searched are in the YAML.
+    """The fixed facts about a knob; the values that are searched are in the YAML.
 
     meaning: one line. domain: values that the templates support. launch_only: it changes the launch
     and not the source, so variants that differ in it share a cubin. neutral: of a knob that was

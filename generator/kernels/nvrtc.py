@@ -1,4 +1,4 @@
-"""CUDA C++ to cubin through NVRTC, for any target, with no GPU and no driver."""
+"""Compiles CUDA C++ to a cubin through NVRTC, for any target, with no GPU and no driver."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Compiled:
 
     @property
     def main(self) -> Resources:
-        """Of the kernel that goes over the rows; it has the name of its operation."""
+        """Resources of the kernel that goes over the rows; it has the name of its operation."""
         return next(used for name, used in self.kernels.items() if name != SUM_KERNEL)
 
     @property
@@ -51,8 +51,8 @@ _NOT_THE_SOURCE = re.compile(
     "|nvrtcResult",
     re.IGNORECASE,
 )
-"""In the log of NVRTC where it, or a part of it, gave up. Only old entries of the cache have the
-name of a status."""
+"""Matches the log of NVRTC where NVRTC, or a part of it, gave up. Only old entries of the cache
+contain the name of a status."""
 
 
 @cache
@@ -128,7 +128,7 @@ def _refusal(status: str, log: str) -> str:
 
 
 def blames_source(error: str) -> bool:
-    """Whether the error of a compilation is about its source, and would come again."""
+    """Return True if the error of a compilation is about its source, and would come again."""
     return bool(error) and not _NOT_THE_SOURCE.search(error)
 
 

@@ -1,4 +1,4 @@
-"""What ptxas reports of the kernels that it has assembled, read from its log (`-v`)."""
+"""Reads the resources of the kernels that ptxas has assembled from its log (`-v`)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Resources:
-    """What ptxas reports for one kernel. Bytes are per thread, smem per CTA (static part);
-    barriers: CTA barriers, of which an SM has a limited number for all its CTAs."""
+    """The resources that ptxas reports for one kernel. Bytes are per thread, smem per CTA (static
+    part); barriers: CTA barriers, of which an SM has a limited number for all its CTAs."""
 
     registers: int
     spill_bytes: int
@@ -41,5 +41,5 @@ def read_resources(log: str) -> dict[str, Resources]:
 
 
 def overrides_cap(log: str) -> bool:
-    """Whether a kernel's launch bounds took the place of the register cap."""
+    """Return True if a kernel's launch bounds took the place of the register cap."""
     return "Overriding global maxrregcount" in log

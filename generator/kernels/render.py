@@ -1,4 +1,4 @@
-"""One variant to CUDA C++ text."""
+"""Renders one variant as CUDA C++ text."""
 
 from __future__ import annotations
 
@@ -85,8 +85,9 @@ def environment(comments: bool = True) -> jinja2.Environment:
 def source_of(
     comments: bool, include: bool, signature: Signature | None = None, producer: bool = False
 ) -> Callable[[str], str]:
-    """What templates call `source`: it stands for a fragment by its name, and pastes the text. With
-    `include` it includes the file of that name in its place, where that has the same text."""
+    """Return the function that templates call as `source`: it takes a fragment's name, and pastes
+    the text. With `include` it includes the file of that name instead, where that has the same
+    text."""
     of_kernel = signature or signature_of(RMSNORM_BACKWARD)
 
     def source(name: str) -> str:
@@ -144,8 +145,9 @@ def render(variant: Variant, *, comments: bool = True, include: bool = False) ->
 
 
 def expressions(signature: Signature) -> dict[str, Any]:
-    """What the name of every tensor stands for in a kernel: element i of its row u, or the number
-    of that row or of the call. `row_sums` are the row sums, `results` the arrays of the outputs."""
+    """Return what the name of every tensor stands for in a kernel: element i of its row u, or the
+    number of that row or of the call. `row_sums` are the row sums, `results` the arrays of the
+    outputs."""
     results = {
         output.name: f"out_{output.name}" if i else "out"
         for i, output in enumerate(signature.outputs)

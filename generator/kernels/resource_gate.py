@@ -1,4 +1,4 @@
-"""What is decided about a compiled variant without a GPU: may it run, which others equal it?"""
+"""Decides about a compiled variant without a GPU: may it run, and which others equal it?"""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def refuse(variant: Variant, compiled: Compiled, problem: Problem, target: Targe
 
 
 def resource_fault(variant: Variant, compiled: Compiled, launch: Launch, target: Target) -> str:
-    """Why the compiled variant must not run on the target: one sentence, or "" when it may."""
+    """Return why the compiled variant must not run on the target, in one sentence; "" when it
+    may."""
     if compiled.spills:
         return f"spills or stack: {compiled.spills} bytes per thread"
     if compiled.cap_ignored:

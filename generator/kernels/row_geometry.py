@@ -1,4 +1,4 @@
-"""What a config means for one row length: threads, vectors, registers.
+"""The threads, vectors and registers of a config for one row length.
 
 The templates receive these numbers as `constexpr` lines (render.py). What depends on M as well, the
 grid and the workspace, is in normforge/spec.py.
@@ -22,8 +22,8 @@ Config = Mapping[str, int | str]
 
 @dataclass(frozen=True)
 class RowGeometry(ItemSizes):
-    """What a config means for one row length. exact: N is a constant; if False, the kernel takes
-    any N from `least` to this one. in_blocks: rows are added in blocks; if False, one after
+    """The geometry of a config for one row length. exact: N is a constant; if False, the kernel
+    takes any N from `least` to this one. in_blocks: rows are added in blocks; if False, one after
     another, because there is no room for the sums of blocks."""
 
     config: Config
@@ -63,7 +63,7 @@ class RowGeometry(ItemSizes):
 
     @property
     def strategy(self) -> Strategy:
-        """How the partial dw of all CTAs becomes dw."""
+        """The strategy by which the partial dw of all CTAs becomes dw."""
         return strategy_of(self.config)
 
     @property
@@ -88,12 +88,12 @@ class RowGeometry(ItemSizes):
 
     @property
     def producer(self) -> bool:
-        """Whether a warp of its own asks for the rows of all teams."""
+        """True when a warp of its own asks for the rows of all teams."""
         return bool(self["pipeline"] == "producer")
 
     @property
     def early_sums(self) -> bool:
-        """Whether a thread adds to its sums over the rows before it knows the row sum."""
+        """True when a thread adds to its sums over the rows before it knows the row sum."""
         return self.config.get("column_sums", "late") == "early"
 
     @property
@@ -138,7 +138,7 @@ class RowGeometry(ItemSizes):
 
     @property
     def bounds_checked_vectors(self) -> int:
-        """Those that a kernel for many N has to check against the end of the row."""
+        """Vectors that a kernel for many N has to check against the end of the row."""
         known = self.least_columns // (self["threads_per_row"] * self.elements)
         known *= self["cluster"] == 1  # what a cluster shares may end in any CTA
         return 0 if self.exact else self.vectors - min(self.vectors, known)

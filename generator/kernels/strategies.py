@@ -174,10 +174,10 @@ STRATEGIES = (
         ),
     ),
 )
-"""In the order of the search space's file, which also breaks ties."""
+"""All strategies, in the order of the search space's file, which also breaks ties."""
 
 NO_SUMS = Strategy("none", (), way="")
-"""Of an operation without sums over the rows."""
+"""The strategy of an operation without sums over the rows."""
 NAMES = tuple(dict.fromkeys(strategy.name for strategy in (*STRATEGIES, NO_SUMS)))
 _BY_KNOBS = {(strategy.name, strategy.order): strategy for strategy in (*STRATEGIES, NO_SUMS)}
 
@@ -190,7 +190,8 @@ def strategy_of(config: Mapping[str, Any]) -> Strategy:
 
 
 def is_deterministic(config: Mapping[str, Any]) -> bool:
-    """Whether a config has the same bits in every run, by construction: else it cannot win."""
+    """Return True if a config has the same bits in every run, by construction: else it cannot
+    win."""
     return strategy_of(config).deterministic
 
 

@@ -17,7 +17,7 @@ from generator.target import WARP
 from normforge.spec import UNBOUNDED, KernelSpec
 
 _NAMED_BARRIERS = 15
-"""Of a CTA, one for each team of several warps; barrier 0 is the CTA's."""
+"""Named barriers of a CTA, one for each team of several warps; barrier 0 is the CTA's."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Variant(Geometry):
             )
 
     def _faults(self) -> Iterator[tuple[bool, str]]:
-        """What no kernel can have, and whether this one has it."""
+        """Yield sentences about what no kernel can have, each with True if this one has it."""
         cluster, staged = self["cluster"], self["pipeline"] != "direct"
         waits = self.strategy is not NO_SUMS
         yield waits and not self.sums.column_sums, f"'{self.strategy}' without sums over the rows"

@@ -1,5 +1,5 @@
-"""What is computed, one object for each operation: arguments, inputs, float64 references, error
-bounds, bytes moved, template and front end."""
+"""The operations, one object for each: arguments, inputs, float64 references, error bounds, bytes
+moved, template and front end."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def operation_name(text: str) -> str:
 
 
 def operation_of(problem: Problem) -> Operation:
-    """What a problem is one call of."""
+    """Return the operation that a problem is one call of."""
     return OPERATIONS[problem.operation]
 
 

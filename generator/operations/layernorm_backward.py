@@ -13,7 +13,7 @@ _CENTRES = 2.0
 """Rows lie around numbers from -2 to 2."""
 
 Inputs = inputs_class(operations.LAYERNORM_BACKWARD.signature)
-"""Those of RMSNorm's backward, and mean: (M,) fp32."""
+"""The inputs of RMSNorm's backward, and mean: (M,) fp32."""
 
 LAYERNORM_BACKWARD = row_operation(
     operations.LAYERNORM_BACKWARD,
@@ -22,8 +22,17 @@ LAYERNORM_BACKWARD = row_operation(
         module="frontends.layer_norm",
         package="LayerNormPackage",
         functions=(
-            *("explain", "graph_pass", "inductor_backend", "install", "installed", "layer_norm"),
-            *("layer_norm_backward", "operators", "patch", "uninstall", "unpatch"),
+            "explain",
+            "graph_pass",
+            "inductor_backend",
+            "install",
+            "installed",
+            "layer_norm",
+            "layer_norm_backward",
+            "operators",
+            "patch",
+            "uninstall",
+            "unpatch",
         ),
     ),
     make_inputs=partial(make_inputs, operations.LAYERNORM_BACKWARD, Inputs, centres=_CENTRES),

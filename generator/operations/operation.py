@@ -1,4 +1,4 @@
-"""What an operation is: all that the tuner has to know about what is computed."""
+"""The description of an operation: all that the tuner has to know about what is computed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ TORCH_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.floa
 HALF_UNIT = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-24}
 """Largest relative error of rounding once to nearest, by dtype."""
 FP32_SLACK = 64 * 2.0**-24
-"""What fp32 arithmetic may add to a result, relative to the magnitude of what it was computed from:
-a few dozen roundings, well above what any order of summation showed and well below one lost row."""
+"""The error that fp32 arithmetic may add to a result, relative to the magnitude of what it was
+computed from: a few dozen roundings, well above what any order of summation showed and well below
+one lost row."""
 CHUNK_ELEMENTS = 1 << 26
 """Elements that float64 arithmetic works on at once: half a GiB for each intermediate result."""
 
@@ -49,9 +50,9 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Bound:
-    """What an output has to be: within `unit * |reference| + slack` of the reference, which is like
-    the output, in float32 or float64, from float64 arithmetic on the rounded inputs. slack:
-    broadcasts against it and has as many rows."""
+    """The values that an output may have: within `unit * |reference| + slack` of the reference,
+    which is like the output, in float32 or float64, from float64 arithmetic on the rounded inputs.
+    slack: broadcasts against it and has as many rows."""
 
     reference: torch.Tensor
     unit: float
@@ -75,9 +76,9 @@ class Runner(Protocol):
 
 @dataclass(frozen=True)
 class FrontEnd:
-    """What the package of an operation gives its users. norm: the layer, a class of the package
-    object, or "" without one; module, package: where in the runtime the class of that object is;
-    functions: its others."""
+    """The classes and functions that the package of an operation gives its users. norm: the layer,
+    a class of the package object, or "" without one; module, package: the module of the library and
+    the class there of that object; functions: its other functions."""
 
     norm: str
     module: str
@@ -124,9 +125,9 @@ class Operation:
 
 
 def over_bytes(size: int, like: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """As many equal contiguous tensors as `like`, of its dtype and with `size` bytes in all, up to
-    whole elements: `like` itself where it has as many. All but the last hold random numbers: what a
-    GPU moves shows in its clocks."""
+    """Return as many equal contiguous tensors as `like`, of its dtype and with `size` bytes in all,
+    up to whole elements: `like` itself where it has as many. All but the last hold random numbers:
+    what a GPU moves shows in its clocks."""
     elements = -(-size // (len(like) * like[0].element_size()))
     if elements == like[0].numel():
         return like

@@ -24,7 +24,7 @@ from normforge.own import OwnPackage, read_operation
 
 _FEW = (5, 24)
 _TAKEN = ("folder", "name", "operation", "serve")
-"""What else the object of a package has."""
+"""Names that the object of a package has beside its class's."""
 
 
 def add_operation(path: Path, known: dict[str, Any]) -> str:
@@ -63,7 +63,7 @@ def add_operations_of_run(known: dict[str, Any]) -> None:
 
 
 def _faults(operation: RowOperation, path: Path) -> Iterator[str]:
-    """What is wrong with an operation, one sentence each."""
+    """Yield what is wrong with an operation, one sentence each."""
     if operation.forward is None:
         yield "give the operation a forward, which says what its terms are the gradients of"
         return
@@ -123,7 +123,8 @@ def _faults_of_template(operation: RowOperation, template: Path) -> Iterator[str
 def _faults_of_formula(
     operation: RowOperation, problem: Problem, tensors: dict[str, Any], found: dict[str, Any]
 ) -> Iterator[str]:
-    """Where terms() has other shapes than the signature says, or is no gradient of forward()."""
+    """Yield where terms() has other shapes than the signature says, or is no gradient of
+    forward()."""
     signature = operation.signature
     for spec in tensor_specs(signature, problem, output=True):
         if found[spec.name].numel() != torch.Size(spec.shape).numel():

@@ -87,8 +87,8 @@ def _saved(
     columns: dict[str, torch.Tensor],
     offset: float,
 ) -> dict[str, Any]:
-    """What the forward saves, by the names of inputs, each in its own dtype. The columns that are
-    an input are those that are given, without the offset."""
+    """Return the values that the forward saves, by the names of inputs, each in its own dtype.
+    Columns that are an input are those given, without the offset."""
     assert operation.forward is not None
     signature, found = operation.signature, dict[str, Any]()
     device = next(iter(matrices.values())).device
@@ -109,7 +109,7 @@ def _saved(
                 continue
             if tensor.role == "columns":
                 dtype = TORCH_DTYPE[problem.weight_dtype]
-                given = value is shared.get(name)  # without the offset, which kernels add
+                given = value is shared.get(name)  # without the offset: kernels add it
                 found[name] = columns[name] if given else value.to(dtype)
                 continue
             if name not in found:

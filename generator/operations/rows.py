@@ -1,4 +1,5 @@
-"""What the tuner has to know about an operation over rows, from its signature and its terms."""
+"""Derives what the tuner has to know about an operation over rows from its signature and its
+terms."""
 
 from __future__ import annotations
 
@@ -104,8 +105,8 @@ def make_reference(operation: RowOperation, problem: Problem, inputs: Any) -> Re
 
 
 def bounds(operation: RowOperation, problem: Problem, inputs: Any) -> dict[str, Bound]:
-    """What the outputs have to be. Beside one rounding they may be off by fp32 arithmetic, in units
-    of the sums of the magnitudes of their terms, and by half a unit of a subnormal result."""
+    """Return the bounds of the outputs. Beside one rounding they may be off by fp32 arithmetic, in
+    units of the sums of the magnitudes of their terms, and by half a unit of a subnormal result."""
     reference = make_reference(operation, problem, inputs)
     return {
         spec.name: Bound(

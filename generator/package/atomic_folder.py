@@ -33,9 +33,9 @@ def check_writable(folder: Path, option: str = "--out") -> None:
 
 @contextmanager
 def writer_lock(folder: Path) -> Iterator[None]:
-    """One writer at a time, so that two that extend one folder see what the other wrote. A folder
-    that was renamed by a writer, which was then killed before its second rename, gets its name
-    back."""
+    """Let one writer in at a time, so that two that extend one folder see what the other wrote. A
+    folder that was renamed by a writer, which was then killed before its second rename, gets its
+    name back."""
     with locked(folder.parent):
         if _backup(folder).exists() and not folder.exists():
             _backup(folder).rename(folder)
@@ -49,7 +49,7 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
     before that, also in the body."""
     fresh = folder.parent / f".{folder.name}.part"
     try:
-        shutil.rmtree(fresh, ignore_errors=True)  # of a run that was killed here
+        shutil.rmtree(fresh, ignore_errors=True)  # a run that was killed here left it
         fresh.mkdir()
         yield fresh
         for path in [*fresh.rglob("*"), fresh]:

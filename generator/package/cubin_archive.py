@@ -17,7 +17,7 @@ GROUP_BYTES = 240_000
 """Most that a stream unpacks to, unless it holds a single cubin. The first launch of a kernel waits
 for its stream, about 1.5 ms. Larger streams are smaller in all: more cubins look alike."""
 _FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 6, "lc": 0, "lp": 4, "pb": 4}]
-"""For data in units of 16 bytes, the size of a GPU's instruction."""
+"""LZMA filters for data in units of 16 bytes, the size of a GPU's instruction."""
 
 
 def pack_cubins(cubins: Mapping[str, bytes]) -> tuple[bytes, dict[str, list[int]]]:
@@ -39,11 +39,11 @@ def pack_cubins(cubins: Mapping[str, bytes]) -> tuple[bytes, dict[str, list[int]
         for name, start in starts.items():
             index[name] = [len(archive), len(stream), start, len(group[name])]
         archive += stream
-    return archive + lzma.compress(bytes(2 * BLOCKSIZE)), index  # so a tar ends
+    return archive + lzma.compress(bytes(2 * BLOCKSIZE)), index  # a tar ends with two empty blocks
 
 
 def _header(name: str, cubin: bytes) -> bytes:
-    about = TarInfo(f"{name}.cubin")  # of 1970, whenever it is written
+    about = TarInfo(f"{name}.cubin")  # its date is 1970, whenever it is written
     about.size = len(cubin)
     return about.tobuf()
 

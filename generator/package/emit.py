@@ -1,4 +1,4 @@
-"""Winners to an importable package, such as `generated/<gpu>/rmsnorm_backward/`."""
+"""Writes winners to an importable package, such as `generated/<gpu>/rmsnorm_backward/`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from generator.target import Target
 from normforge.table import ForwardTable, KernelOf, Table, TableOf, TunedOf
 
 ORDER_OF_DW = ("rows_per_cta", "run_rows", "group_rows")
-"""What the bits of a batch-invariant dw depend on, beside what those of dx do (FORWARD_FIELDS)."""
+"""The fields on which the bits of a batch-invariant dw depend, beside those of dx
+(FORWARD_FIELDS)."""
 
 
 def check_package(package: Path, target: Target) -> None:
@@ -90,7 +91,7 @@ def emit_package(
 
 
 def problems_in(package: Path, target: Target) -> set[Problem]:
-    """Those that the package at `package` has a winner for. Raises NormforgeError."""
+    """Return the problems that the package at `package` has a winner for. Raises NormforgeError."""
     table = _read_table(package, target)
     return {problem_of(tuned) for tuned in table.tuned} if table else set()
 
@@ -129,18 +130,21 @@ def _merge(
 
 
 def _launched(tuned: TunedOf[Any]) -> tuple[object, ...]:
-    """What the bits of a shape follow from."""
+    """Return the facts from which the bits of a shape follow."""
     return tuned.kernel.digest, replace(tuned.kernel.spec, name="")
 
 
 def _same_kernel(old: TunedOf[Any], new: TunedOf[Any]) -> bool:
-    """Whether two entries of a shape say the same: the same kernel, evidence, times and study. How
-    many trials it took, when and on which machine is then what the old one says."""
+    """Return True if two entries of a shape have the same kernel, evidence, times and study. The
+    old entry then keeps its number of trials, date and machine."""
 
     def said(entry: TunedOf[Any]) -> tuple[object, ...]:
         facts = entry.provenance
         return (
-            *(entry.evidence, entry.kernel.digest, entry.kernel.config, entry.kernel.spec),
+            entry.evidence,
+            entry.kernel.digest,
+            entry.kernel.config,
+            entry.kernel.spec,
             *(
                 facts.get(key)
                 for key in ("us", "floor_us", "study", "code", "checks", "verified", "nvrtc", BITS)

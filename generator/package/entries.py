@@ -1,4 +1,4 @@
-"""What goes into a package, and what became of it."""
+"""The entries of a package, and the outcome of writing it."""
 
 from __future__ import annotations
 
@@ -15,21 +15,34 @@ from normforge.table import TunedOf
 
 PROVENANCE_KEYS = frozenset(
     {
-        *("gpu", "driver", "nvrtc", "space", "study", "date", "trials"),
-        *("us", "floor_us", "ratio", "tie", "verified", "checks", "reason"),
+        "gpu",
+        "driver",
+        "nvrtc",
+        "space",
+        "study",
+        "date",
+        "trials",
+        "us",
+        "floor_us",
+        "ratio",
+        "tie",
+        "verified",
+        "checks",
+        "reason",
     }
 )
-"""What every winner of the backward states about itself, as JSON values; more may be added."""
+"""Facts that every winner of the backward states about itself, as JSON values; more may be
+added."""
 
 
 BITS = "bits"
-"""What a measured winner may state beside: the digest of its outputs for seeded inputs
-(generator.evaluate.verify.seeded), which are the same on every machine."""
+"""The key of a fact that a measured winner may state beside these: the digest of its outputs for
+seeded inputs (generator.evaluate.verify.seeded), which are the same on every machine."""
 
 
 def recorded_bits(result: Result) -> dict[str, str]:
-    """What an entry states of a result's bits; nothing for one of before that was recorded, and for
-    a predicted one."""
+    """Return what an entry states of a result's bits: nothing for a predicted result, and for one
+    from before that was recorded."""
     bits = result.extra.get(BITS)
     return {BITS: bits} if bits else {}
 
@@ -63,9 +76,9 @@ class Forwards:
 
 @dataclass(frozen=True)
 class Emission:
-    """What a call of `emit_package` did. refused: predicted winners of the backward that would have
-    replaced measured ones; replaced: shapes for which the package had another backward or forward,
-    so that their bits may be others now."""
+    """The result of a call of `emit_package`. refused: predicted winners of the backward that would
+    have replaced measured ones; replaced: shapes for which the package had another backward or
+    forward, so that their bits may be others now."""
 
     package: Path
     refused: tuple[Problem, ...]

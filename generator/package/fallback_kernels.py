@@ -29,9 +29,9 @@ DTYPES = tuple((dtype, weight) for dtype in ITEMSIZE for weight in dict.fromkeys
 
 LAYOUTS_FILE = SEARCH_SPACES / "fallback_kernels.yaml"
 FALLBACKS = ("none", "common", "all")
-"""Which fallback kernels a run makes. common: for the dtypes of its shapes, rows of whole 16-byte
-vectors, which every width of a model is (a multiple of 8 elements). all: every dtype and vector,
-hundreds of kernels, most of them for odd widths and unaligned rows."""
+"""The choices of fallback kernels that a run makes. common: for the dtypes of its shapes, rows of
+whole 16-byte vectors, which every width of a model is (a multiple of 8 elements). all: every dtype
+and vector, hundreds of kernels, most of them for odd widths and unaligned rows."""
 COMMON_VECTOR_BYTES = 16
 MANY_ROWS = 1 << 20
 """Rows that fill any grid: the rules see a fallback variant at its most demanding."""
@@ -39,7 +39,7 @@ MANY_ROWS = 1 << 20
 
 @dataclass(frozen=True)
 class Layout:
-    """CTAs for rows of up to `columns`."""
+    """The layout of the CTAs for rows of up to `columns`."""
 
     columns: int
     pipeline: str
@@ -160,7 +160,7 @@ def _layouts(itemsize: int, weight_dtype: str) -> dict[int, list[tuple[Layout, b
 
 
 def first_choices(variants: Iterable[Variant]) -> list[Variant]:
-    """Of several that take the same rows the first."""
+    """Return the first of all variants that take the same rows."""
     found: dict[tuple[object, ...], Variant] = {}
     for variant in variants:
         found.setdefault(rows_key(variant), variant)
@@ -213,7 +213,7 @@ def compile_fallbacks(
 
 
 def _fill_gaps(variants: list[Variant], any_rows: bool) -> list[Variant]:
-    """Those that rows come before which no kernel of their vectors takes, made to take these rows
+    """Return the variants that leave a gap of row lengths below them, made to take these lengths
     (or any up to theirs) as well."""
     found = []
     ends: dict[tuple[object, ...], int] = {}
@@ -233,13 +233,14 @@ def refuse_fallback(variant: Variant, compiled: Compiled, target: Target) -> Res
 
 
 def serves(variant: Variant, problem: Problem) -> bool:
-    """Whether a fallback variant of the problem's dtypes serves its rows, dense and aligned."""
+    """Return True if a fallback variant of the problem's dtypes serves its rows, dense and
+    aligned."""
     whole = problem.N * problem.itemsize % variant["vector_bytes"] == 0
     return variant.least <= problem.N <= variant.N and whole
 
 
 def rows_key(variant: Variant) -> tuple[object, ...]:
-    """Equal for fallback variants that take the same rows."""
+    """Return a key that is equal for fallback variants that take the same rows."""
     return (variant.N, variant["vector_bytes"], variant.dtype, variant.weight_dtype)
 
 

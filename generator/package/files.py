@@ -140,7 +140,7 @@ class KernelFiles:
         try:
             todays = source_of(variant_of(old))
         except (LookupError, TypeError, ValueError, NormforgeError, TemplateError):
-            todays = ""  # of a config that today's templates do not know
+            todays = ""  # today's templates do not know the config
         same = todays and is_same_code(source, todays, folders)
         return todays if same else with_old_headers(source, folders)
 

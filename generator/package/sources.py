@@ -1,4 +1,4 @@
-"""How a stored kernel is written again: its source, and the variant that it was rendered from.
+"""Writes a stored kernel again: its source, and the variant that it was rendered from.
 
 A source includes its headers by name: those of templates/, which exist once. A copy of a package
 that leaves this repository has them beside its sources.
@@ -21,10 +21,15 @@ from normforge.table import ForwardKernel, Kernel
 _HEADER = re.compile(r'^#include "([\w.]+)"$', re.MULTILINE)
 _REVISION = re.compile(r"^// Headers: templates/\*\.cuh, revision (\w+)$", re.MULTILINE)
 _OLD_HEADER = re.compile(r'^#include "\.\./include/(\w+)/([\w.]+)"$', re.MULTILINE)
-"""Of sources that had a folder of headers of their own."""
+"""Matches includes of sources that had a folder of headers of their own."""
 _FORWARD_KNOBS = (
-    *("form", "threads_per_row", "rows_per_cta", "rows_in_flight", "vector_bytes"),
-    *("cluster", "ctas_per_sm"),
+    "form",
+    "threads_per_row",
+    "rows_per_cta",
+    "rows_in_flight",
+    "vector_bytes",
+    "cluster",
+    "ctas_per_sm",
 )
 
 
@@ -44,8 +49,8 @@ def source_of(variant: AnyVariant) -> str:
 
 
 def is_same_code(source: str, todays: str, folders: dict[str, dict[str, str]]) -> bool:
-    """Whether an emitted source is the code of one of today's. folders: for sources that had a
-    folder of headers of their own, the texts of each."""
+    """Return True if an emitted source is the same code as one of today's. folders: for sources
+    that had a folder of headers of their own, the texts of each."""
     if found := _REVISION.search(source):
         same = found[1] == header_revision(todays)
         return same and without_comments(source) == without_comments(todays)

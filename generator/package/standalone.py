@@ -26,9 +26,14 @@ from normforge.table import FORWARD_TABLE, TABLE, ForwardTable, Table
 RUNTIME = "runtime"
 """The folder of a package with its copy of the library."""
 INCLUDE = "include"
-"""That of the headers."""
+"""The folder of a package with its headers."""
 _OF_ALL_PACKAGES = (
-    *("__init__", "packages", "generated", "rmsnorm", "batch_invariant", "layernorm"),
+    "__init__",
+    "packages",
+    "generated",
+    "rmsnorm",
+    "batch_invariant",
+    "layernorm",
     "gated",
     "gated_packages",
     "torchtitan",
@@ -50,7 +55,7 @@ _INIT = '''\
 """A copy of the library Normforge {version}, for the package that this folder is in."""
 '''
 _WRITTEN, _EXPORTED = "Written by Normforge", "Exported by Normforge, which may replace it"
-"""How pyproject.toml begins: what the tuner wrote is nobody's to replace."""
+"""First words of pyproject.toml: nobody may replace what the tuner wrote."""
 _PROJECT = """\
 # {marker}. `pip install .` in this folder installs it as `{module}`.
 
@@ -79,7 +84,8 @@ package-dir = {{ "{module}" = "." }}
 
 
 def library_files() -> list[Path]:
-    """What a package that stands alone has a copy of, relative to the library's folder."""
+    """Return the files that a package that stands alone has a copy of, relative to the library's
+    folder."""
     found = (path for suffix in ("py", "cpp", "h") for path in LIBRARY.rglob(f"*.{suffix}"))
     files = sorted(path.relative_to(LIBRARY) for path in found)
     return [
@@ -90,7 +96,7 @@ def library_files() -> list[Path]:
 
 
 def stands_alone(package: Path) -> bool:
-    """Whether a package has a copy of the library, as all had that older versions wrote."""
+    """Return True if a package has a copy of the library, as all had that older versions wrote."""
     return (package / RUNTIME).is_dir()
 
 
@@ -216,7 +222,7 @@ def export_standalone(package: Path, folder: Path, gpu: str | None = None) -> Ta
 
 
 def _is_standalone(folder: Path) -> bool:
-    """Whether all of a folder is an export, with what `pip install` leaves."""
+    """Return True if all of a folder is an export, with what `pip install` leaves."""
     if not (folder / "pyproject.toml").read_text(encoding="utf-8").startswith(f"# {_EXPORTED}"):
         return False
     known = {TABLE, FORWARD_TABLE, CUBINS, CUBINS_INDEX, "kernels", INCLUDE, RUNTIME, "LICENSE"}

@@ -1,1 +1,1 @@
-"""What the studies of a GPU say, as one HTML page that needs nothing else, and as text."""
+"""Reports on the studies of a GPU, as one HTML page that needs nothing else, and as text."""

@@ -19,9 +19,9 @@ _SHOWN = 20
 
 
 def choose_from_package(folder: Path, problem: Problem) -> Choice | None:
-    """What the tables of the emitted package choose for the shape, for plain shapes only; None
-    where there are none. Nothing of the package is run: whoever looks at a folder need not trust
-    it.
+    """Return what the tables of the emitted package choose for the shape, for plain shapes only;
+    None where there are none. Nothing of the package is run: whoever looks at a folder need not
+    trust it.
 
     Raises NormforgeError for a table that is damaged."""
     if "+" in str(problem) or not (folder / TABLE).exists():
@@ -34,7 +34,8 @@ def choose_from_package(folder: Path, problem: Problem) -> Choice | None:
 
 
 def explain_from_package(folder: Path, problem: Problem) -> dict[str, Any] | None:
-    """The same with all that the package's own `explain` says, which needs PyTorch."""
+    """Return what the package's own `explain` says of the shape; None as in `choose_from_package`.
+    This needs PyTorch."""
     if choose_from_package(folder, problem) is None:
         return None
     from normforge.packages import open_package
@@ -50,7 +51,7 @@ def explain_from_package(folder: Path, problem: Problem) -> dict[str, Any] | Non
 
 
 def render_answer(why: Explanation, verdict: Verdict | None, served: Choice | None) -> str:
-    """Why this one, or, with a verdict, why not that one."""
+    """Render why the winner serves a shape, or, with a verdict, why another config does not."""
     if verdict is not None:
         return _why_not(why, verdict)
     study, winner = why.study, why.study.winner
@@ -79,7 +80,10 @@ def render_answer(why: Explanation, verdict: Verdict | None, served: Choice | No
     strategies = [
         (
             str(strategy) + ("" if strategy.deterministic else " *"),
-            *(number(timed.us), number(timed.ratio, 3), _behind(timed), timed.variant),
+            number(timed.us),
+            number(timed.ratio, 3),
+            _behind(timed),
+            timed.variant,
         )
         for strategy, timed in why.runners_up
     ]

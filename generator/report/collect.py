@@ -1,4 +1,4 @@
-"""From the studies of a storage to one summary for each GPU."""
+"""Collects the studies of a storage into one summary for each GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FREE = {"rmsnorm_invariant_backward": RMSNORM_BACKWARD}
 
 
 def _comparison(gpu: str, operation: str) -> Comparison | None:
-    """What the repository has of a GPU and an operation."""
+    """Load the repository's comparison for a GPU and an operation; None where it has none."""
     of = "" if operation == RMSNORM_BACKWARD else operation.removesuffix("backward")
     return Comparison.load(REPOSITORY / "benchmarks" / "results" / f"{of}{gpu}.json")
 

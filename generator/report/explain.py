@@ -1,4 +1,5 @@
-"""Why a kernel serves a shape, and why a config given by hand does not: from recorded trials."""
+"""Explains from recorded trials why a kernel serves a shape, and why a config given by hand does
+not."""
 
 from __future__ import annotations
 
@@ -50,10 +51,11 @@ class KnobCost:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why not this one. kind: winner, tied, slower, not_deterministic, failed, illegal, meaningless
-    or never_tried; sentences: the answer, the main one first; config: the complete config that was
-    looked up, the winner's where the given one leaves it open; nearest: a tried neighbour where
-    it was never tried; best: the fastest trial with all the given values."""
+    """The reason why a config does not serve. kind: winner, tied, slower, not_deterministic,
+    failed, illegal, meaningless or never_tried; sentences: the answer, the main one first; config:
+    the complete config that was looked up, the winner's where the given one leaves it open;
+    nearest: a tried neighbour where it was never tried; best: the fastest trial with all the given
+    values."""
 
     kind: str
     sentences: tuple[str, ...]
@@ -110,7 +112,7 @@ class Explanation:
         return found
 
     def why_not(self, given: Config) -> Verdict:
-        """What became, or would become, of a config of which some knobs are given.
+        """Say what became, or would become, of a config of which some knobs are given.
 
         Raises NormforgeError for a knob or a value that the space does not have."""
         config = self._complete(given)
@@ -266,7 +268,8 @@ class Explanation:
 
 
 def _may_count(record: Record) -> bool:
-    """Timed and of a class that may win; one that was slow counts."""
+    """Return True for a record that is timed and of a class that may win; one that was slow
+    counts."""
     return record.result.ratio is not None and is_deterministic(record.config)
 
 

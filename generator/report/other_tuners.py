@@ -27,11 +27,11 @@ INVALIDITY = {
     "wrong": "correctness",
     "nondeterministic": "correctness",
 }
-"""What T4 calls an outcome. Bits that change from run to run are a fault here, also in a variant
+"""T4's names of the outcomes. Bits that change from run to run are a fault here, also in a variant
 whose numbers are right."""
 _ERRORS = {"compile": "CompilationFailedConfig", "constraints": "InvalidConfig"}
-"""What stands in place of the objective of a trial that may not win; for any other fault it is
-RuntimeFailedConfig."""
+"""T4's errors, which stand in place of the objective of a trial that may not win; for any other
+fault it is RuntimeFailedConfig."""
 
 
 def t4(study: Study, version: str) -> dict[str, Any]:
@@ -117,7 +117,8 @@ def _device(study: Study) -> str:
 
 
 def _invalidity(record: Record) -> str:
-    """Of a variant that may not win whatever its bits did, `correctness`."""
+    """Return T4's name of a record's outcome. It is `correctness` for a correct variant, too, that
+    is not deterministic by construction and so cannot win."""
     found = INVALIDITY[record.result.outcome]
     return "correctness" if found == "correct" and not is_deterministic(record.config) else found
 
@@ -130,11 +131,12 @@ def _objective(study: Study, record: Record) -> float | str:
 
 
 def _seconds(study: Study) -> list[float]:
-    """What each trial took of the search, from the end of the one before to its own."""
+    """Return the seconds of the search that each trial took, from the end of the one before to its
+    own."""
     ends = [record.elapsed for record in study.records]
     return [max(0.0, round(end - start, 3)) for start, end in zip([0.0, *ends], ends, strict=False)]
 
 
 def _utc(moment: datetime | None) -> str:
-    """As ISO 8601."""
+    """Format a moment as ISO 8601, in UTC."""
     return moment.astimezone(timezone.utc).isoformat() if moment else ""

@@ -65,7 +65,7 @@ def render_page(summary: Summary) -> str:
 
 
 def csp_hash(text: str) -> str:
-    """How a Content-Security-Policy names an inline style or script by its content."""
+    """Return the hash by which a Content-Security-Policy names an inline style or script."""
     digest = hashlib.sha256(text.encode()).digest()
     return f"sha256-{base64.b64encode(digest).decode()}"
 
@@ -81,7 +81,7 @@ def shade(value: float, steps: tuple[float, ...]) -> int:
 
 
 def kernel(study: Study) -> str:
-    """How the winner moves its rows, its pipeline and stages."""
+    """Describe how the winner moves its rows: its pipeline and stages."""
     if study.winner is None:
         return ""
     config = study.winner.config

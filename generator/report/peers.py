@@ -22,7 +22,7 @@ TITLES = {
     "cudnn": "cuDNN best plan",
     "cudnn_heuristic": "cuDNN first plan",
 }
-"""Of every implementation that benchmarks/peers runs."""
+"""Titles of all implementations that benchmarks/peers runs."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Comparison:
 
     @classmethod
     def load(cls, path: Path) -> Comparison | None:
-        """None where there was no such run."""
+        """Read the results of a run; None where there was none."""
         try:
             said = read_json(path)
         except FileNotFoundError:

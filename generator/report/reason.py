@@ -1,4 +1,4 @@
-"""Why a winner won, with what its recorded reason leaves out: who was faster in its finals."""
+"""Completes the recorded reason why a winner won with who was faster in its finals."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def passed_over(study: Study) -> tuple[str, float] | None:
         legal = LegalConfigs(space, study.problem, find_target(study.gpu))
         choice = choose(study.finals, legal.rank, None)
     except (NormforgeError, KeyError, ValueError):
-        return None  # of a space or GPU that is not known here
+        return None  # its space or GPU is not known here
     own = next((result for config, result in study.finals if config == study.winner.config), None)
     if choice is None or own is None:
         return None

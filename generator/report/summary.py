@@ -25,9 +25,9 @@ REASONS = 8
 
 @dataclass(frozen=True)
 class Knob:
-    """How much a knob decided. share: mean over the studies, 0 where it means nothing; most: the
-    study where it was largest; winning: values of the winners with their numbers, commonest
-    first."""
+    """The importance of a knob. share: mean over the studies, 0 where it means nothing; most: the
+    largest share of a study; most_at: that study; winning: values of the winners with their
+    numbers, commonest first."""
 
     name: str
     share: float
@@ -81,7 +81,7 @@ class Summary:
 
     @staticmethod
     def example_config(study: Study) -> str:
-        """Something else than what won, to ask `explain` for."""
+        """Return a config to ask `explain` for, other than the winner's where there is one."""
         tried = [*study.best_by_strategy.values()] or study.records
         return f"strategy={tried[-1].config['strategy']}"
 
@@ -99,7 +99,7 @@ class Summary:
 
     @cached_property
     def meaning(self) -> dict[str, str]:
-        """What its outcomes mean."""
+        """The meanings of its outcomes."""
         if not self.predicted:
             return OUTCOMES
         if not self.measured:
@@ -142,8 +142,8 @@ class Summary:
 
     @property
     def norm(self) -> str:
-        """What the kernels are the backward of."""
-        from generator.operations import operation_of  # which imports PyTorch
+        """The layer that the kernels are the backward of, or their operation where it has none."""
+        from generator.operations import operation_of  # this imports PyTorch
 
         front_end = operation_of(self.studies[0].problem).front_end
         return (front_end and front_end.norm) or self.studies[0].problem.operation
@@ -167,7 +167,7 @@ class Summary:
         return _mean(study.overhead for study in self.studies)
 
     def price_of(self, study: Study) -> float | None:
-        """What batch invariance costs: the winner's ratio over that of the free winner."""
+        """Return the price of batch invariance: the winner's ratio over that of the free winner."""
         free = self.free.get(study.problem)
         return study.ratio / free if free and study.ratio else None
 

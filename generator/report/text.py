@@ -1,4 +1,4 @@
-"""The same as the page, in text."""
+"""Renders the report as text, with the content of the page."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[Any]]) -> st
 
 
 def _head(summary: Summary) -> str:
-    """What there is, and the means."""
+    """Render the lines on how much there is, with the means."""
     first, last = summary.dates
     when = f", {first}" + (f" to {last}" if last != first else "") if first else ""
     lines = [
@@ -147,7 +147,7 @@ def _percent(share: float | None) -> str:
 
 
 def _predicted(summary: Summary) -> str:
-    """Every predicted winner with its expected error and what came next."""
+    """Render every predicted winner with its expected error and what came next."""
     rows = [("shape", "expected error", "runners-up, predicted time vs the winner's")]
     for study in summary.studies:
         if study.evidence == "predicted" and study.winner:
@@ -161,8 +161,8 @@ _STUDY_HEAD = ("shape", "winner", "us", "x floor", "trials", "found at", "no tim
 
 
 def _study(study: Study) -> tuple[Any, ...]:
-    """Its winner, and its history in two numbers: the trial that was the fastest of those that may
-    win, and the trials without a time."""
+    """Render a study: its winner, and its history in two numbers: the trial that was the fastest of
+    those that may win, and the trials without a time."""
     winner = study.winner
     best = study.records.index(study.ranked[0]) + 1 if study.ranked else "-"
     return (

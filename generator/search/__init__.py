@@ -1,1 +1,1 @@
-"""Which config is tried next, and which one wins."""
+"""Chooses which config is tried next, and which one wins."""

@@ -1,4 +1,4 @@
-"""What a search may spend, and what it says while it spends it."""
+"""The budget of a search, and the progress that it reports."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from generator.problem import Problem
 
 TRIALS = {"measured": 400, "predicted": 14}
 """Trials of one problem unless the caller says otherwise. A prediction errs by more than further
-trials gain (docs/search.md)."""
+trials gain (docs/tuning.md)."""
 
 FINALISTS = 8
 """Variants called to the finals."""
@@ -18,9 +18,9 @@ FINALISTS = 8
 
 @dataclass(frozen=True)
 class Budget:
-    """When a search ends: after `trials` finished trials or `seconds` of search, whichever comes
-    first; a resumed study counts what it has of both. sweep_limit: a space with at most as many
-    legal configs, and no more than `trials`, is tried whole."""
+    """The limits of a search: it ends after `trials` finished trials or `seconds` of search,
+    whichever comes first; a resumed study counts what it has of both. sweep_limit: a space with at
+    most as many legal configs, and no more than `trials`, is tried whole."""
 
     trials: int
     seconds: float | None = None
@@ -38,7 +38,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a search stands. phase: origin of the latest trial (seed, search, neighbour, overhead,
+    """The state of a search. phase: origin of the latest trial (seed, search, neighbour, overhead,
     sweep) or "finals"; total: trials in the budget; counts: finished trials by outcome."""
 
     problem: Problem

@@ -26,12 +26,13 @@ a CUDA graph."""
 
 
 LAUNCH_US = 0.25
-"""By how much longer the GPU may take for such a call with one launch fewer, which saves the host 2
-to 3 us."""
+"""Microseconds that such a call may take longer on the GPU for one launch fewer, which saves the
+host 2 to 3 us."""
 
 
 def slack(best: Result, config: Config, best_config: Config, tie: float) -> float:
-    """How much slower than the best one a variant may be and count as equal, relative to it."""
+    """Return how much slower than the best one, relative to it, a variant may be and count as
+    equal."""
     saved = launches(best_config) - launches(config)
     if best.us is None or best.us >= HOST_US or saved <= 0:
         return tie
@@ -40,8 +41,8 @@ def slack(best: Result, config: Config, best_config: Config, tie: float) -> floa
 
 @dataclass(frozen=True)
 class Preference:
-    """What decides among uncertain times. tie: those this close, relative to the best, are equal;
-    agreement: of equals the one with the highest wins."""
+    """The preference among uncertain times. tie: times this close, relative to the best, are equal;
+    agreement: of equal configs the one with the highest wins."""
 
     tie: float
     agreement: Callable[[Config], float]
@@ -55,7 +56,7 @@ class Preference:
 
 
 def preference_of(evaluator: Evaluator, problem: Problem) -> Preference | None:
-    """That of an evaluator for a problem, None where its times decide."""
+    """Return an evaluator's preference for a problem, None where its times decide."""
     if not isinstance(evaluator, Preferring):
         return None
     return Preference(evaluator.tie, partial(evaluator.agreement, problem))

@@ -1,4 +1,4 @@
-"""What the trials of other shapes say about the configs of one: gradient-boosted trees of
+"""Learns from the trials of other shapes about the configs of one: gradient-boosted trees of
 scikit-learn, fitted to the studies that the storage already has."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STUDIES = 32
 """The nearest ones, from which it learns: in the replay of three spaces more were no better, and 16
 not as good."""
 FEWEST_TRIALS = 100
-"""With fewer trials than this nothing is learned."""
+"""The fewest trials from which anything is learned."""
 DECAY = 0.15
 """The weight of a trial falls by a factor of e for every such step that it is behind the best."""
 
@@ -60,7 +60,7 @@ class Experience:
             for config, time in trials:
                 if time == inf:
                     continue
-                # Where it is of a space with other knobs.
+                # The trial may be of a space with other knobs.
                 with suppress(KeyError, ValueError, NormforgeError):
                     rows.append(self._features(config, problem))
                     logs.append(log(min(time / best, WORST)))
@@ -103,13 +103,13 @@ def _distance(one: Problem, other: Problem) -> float:
 
 
 def by_distance(problem: Problem, others: Iterable[tuple[Problem, T]]) -> list[tuple[Problem, T]]:
-    """What belongs to other problems, that of the nearest first."""
+    """Sort the entries of other problems by their distance, the nearest first."""
     return sorted(others, key=lambda other: _distance(other[0], problem))
 
 
 def learn(legal: LegalConfigs, storage: BaseStorage, evidence: str) -> Experience | None:
-    """From the studies in a storage of other shapes of the same operation, GPU and evidence; None
-    when they have too few trials, and for predictions, whose model knows more."""
+    """Learn from the studies of other shapes in a storage, of the same operation, GPU and evidence;
+    None when they have too few trials, and for predictions, whose model knows more."""
     if evidence == "predicted":
         return None
     problem, place = legal.problem, (legal.target.name, legal.target.sms, evidence)
@@ -142,7 +142,7 @@ def _times(storage: BaseStorage, name: str) -> list[tuple[Config, float]]:
 
 
 def _one_thread() -> Any:
-    """Its threads would wait for cores on which compilers run."""
+    """Limit OpenMP to one thread: more would wait for cores on which compilers run."""
     from threadpoolctl import threadpool_limits
 
     return threadpool_limits(1, "openmp")

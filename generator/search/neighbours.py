@@ -1,5 +1,5 @@
-"""What the winners of neighbouring shapes teach: before its finals, a search tries each that it has
-not tried yet."""
+"""Tries the winners of neighbouring shapes: before its finals, a search tries each that it has not
+tried yet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a search tries next, as long as there is budget for it."""
+"""Proposes what a search tries next, as long as there is budget for it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ OVERHEAD_SHARE = 0.05
 """Share of the budget for reduction kinds that are not deterministic, beside their seeds."""
 BASES = 3
 """Configs that are tried with every value that was added to the space since the last search."""
-_DRAWS = 100  # where no config that is known can have such a value
-_MAX_OVERHEAD_SHARE = 0.1  # of a budget that is small for one trial of each such kind
+_DRAWS = 100  # drawn where no known config can have such a value
+_MAX_OVERHEAD_SHARE = 0.1  # for budgets too small for one trial of each kind
 
 
 @dataclass
@@ -76,7 +76,8 @@ class Proposals:
         return self.legal.key(config) not in self.taken
 
     def _with_added_values(self) -> Iterator[Values]:
-        """For every value that was added to the space since, the best configs with it."""
+        """Yield the best configs with every value that was added to the space since the study
+        began."""
         made: list[Values] = []
         walks = [self._having(name, value, made) for name, value in self.added]
         for _ in range(BASES):
@@ -123,7 +124,8 @@ class Proposals:
 
     @property
     def _ineligible_kinds(self) -> list[Values]:
-        """Those that cannot win and are measured only for the overhead of determinism."""
+        """Return the reduction kinds that cannot win and are measured only for the overhead of
+        determinism."""
         return [kind for kind in self.legal.reduction_kinds if not is_deterministic(kind)]
 
     def _overhead_share(self) -> float:

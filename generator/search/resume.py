@@ -1,4 +1,4 @@
-"""What a stored study still says about the kernels of today."""
+"""Finds what a stored study still says about the kernels of today."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def added_values(legal: LegalConfigs, known: Collection[Known]) -> list[tuple[st
 
 
 def comparable(known: Mapping[int, Known], problem: Problem, evidence: str) -> dict[int, Known]:
-    """Those whose ratios are to the problem's floor: a search compares ratios."""
+    """Return the trials whose ratios are to the problem's floor: a search compares ratios."""
     return {
         number: (record, trial)
         for number, (record, trial) in known.items()
@@ -88,7 +88,7 @@ def comparable(known: Mapping[int, Known], problem: Problem, evidence: str) -> d
 
 
 def candidates_of(known: Mapping[int, Known], legal: LegalConfigs) -> dict[int, Known]:
-    """Those that the space allows, as if they had been tried in it."""
+    """Return the trials that the space allows, as if they had been tried in it."""
     found = {}
     for number, (record, trial) in known.items():
         if legal.is_legal(record.config):
@@ -124,6 +124,6 @@ def standing(winner: Winner, legal: LegalConfigs, pool: Pool, candidates: int) -
 
 
 def still_made(winner: Winner, pool: Pool) -> bool:
-    """Whether the winner's config still gives the machine code that was in the finals."""
+    """Return True if the winner's config still gives the machine code that was in the finals."""
     variant = make_variant(winner.config, winner.problem)
     return pool.result(variant, pool.submit(variant)).digest == winner.cubin

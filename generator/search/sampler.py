@@ -32,11 +32,11 @@ STEP = (8, 2, 2, 2, 2)
 them at once takes longer than a trial."""
 
 FAMILY_SHARE = 0.2
-"""Of the trials so far, those of one family at most for the surrogate to choose one more; twice the
-average share where there are so few families that this is more. Without a limit, two thirds of a
-search of 65536x8192 went into one family, and some of the best were never tried."""
+"""The share of all trials so far up to which the surrogate may choose one more of the same family;
+twice the average share where there are so few families that this is more. Without a limit, two
+thirds of a search of 65536x8192 went into one family, and some of the best were never tried."""
 FEWEST_OF_FAMILY = 10
-"""So many trials a family may have in any case."""
+"""The number of trials that a family may have in any case."""
 
 
 def distributions(space: Space) -> dict[str, BaseDistribution]:
@@ -137,9 +137,10 @@ class LegalSampler(BaseSampler):
         return None if place is None else candidates[place]
 
     def _rows(self, configs: Sequence[Config]) -> list[Row]:
-        """For the surrogate: the places of the values and, with experience, the window and what is
-        expected. Without it the window misleads: in the replay of 4096x4096, four of 16 searches
-        stayed 1 to 2 % behind the optimum, and without the window none of 12."""
+        """Return the surrogate's rows of configs: the places of the values and, with experience,
+        the window and what is expected. Without experience the window misleads: in the replay of
+        4096x4096, four of 16 searches stayed 1 to 2 % behind the optimum, and without the window
+        none of 12."""
         rank, known = self.legal.rank, self._known_rows
         if self.experience is None:
             return [rank(config) for config in configs]

@@ -173,7 +173,7 @@ class _Search:
                     break
                 self._tell(self.pending.popleft())
         finally:
-            while self.pending:  # which nobody will measure
+            while self.pending:  # nobody will measure these
                 self.pending.pop().compiled.cancel()
 
     def finish(self, machine: Mapping[str, Any]) -> Winner | None:

@@ -1,4 +1,4 @@
-"""What a search starts from: the incumbent, and winners of other problems."""
+"""The starts of a search: the incumbent, and winners of other problems."""
 
 from __future__ import annotations
 
@@ -61,8 +61,9 @@ def incumbent_and_starts(
 
 
 def distance(one: Problem, other: Problem) -> float:
-    """In powers of 2 of M and N. Another dtype counts as much as a factor of 1.4 does, and another
-    dtype of the weight or another operation as much as one of 1.2."""
+    """Return the distance of two problems, in powers of 2 of M and N. Another dtype counts as much
+    as a factor of 1.4 does, and another dtype of the weight or another operation as much as one of
+    1.2."""
     return (
         math.hypot(math.log2(one.M / other.M), math.log2(one.N / other.N))
         + 0.5 * (one.dtype != other.dtype)

@@ -1,4 +1,4 @@
-"""Which of some untried configs is most promising, by the configs tried so far.
+"""Chooses the most promising of some untried configs, by the configs tried so far.
 
 A random forest learns to tell good configs from all others, where a good one weighs as much as it
 is better than the limit. The odds that it gives to a config then grow with its expected
@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 TREES = 20
-"""Each takes 0.6 ms of a proposal, and 50 found hardly more in the sweep of 4096x4096."""
+"""The trees of a forest. Each takes 0.6 ms of a proposal, and 50 found hardly more in the sweep of
+4096x4096."""
 GAMMA = 0.33
 """Fraction of the times that count as good, as in the authors' code."""
 WORST = 1.5
@@ -27,7 +28,7 @@ WORST = 1.5
 are says nothing about the best."""
 
 FEWEST_TIMES = 5
-"""With fewer times than this, what other shapes say decides alone."""
+"""The fewest times that are learned from; with fewer, what other shapes say decides alone."""
 SCALE = 0.05
 """The odds of a config fall by a factor of e for every such step that it is expected to be slower
 than another one. In the replay 0.02 and 0.1 are nearly as good."""
@@ -76,8 +77,8 @@ def bounded_logs(times: Sequence[float]) -> Vector:
 
 
 def leads(logs: Vector) -> Vector:
-    """By how much each time is better than the limit of good ones; above 0 for none where all are
-    equal, or differ by rounding alone."""
+    """Return by how much each time is better than the limit of good ones; above 0 for none where
+    all are equal, or differ by rounding alone."""
     if not len(logs):
         return logs
     found: Vector = np.quantile(np.unique(logs), GAMMA) - logs
@@ -87,8 +88,9 @@ def leads(logs: Vector) -> Vector:
 def log_odds(
     tried: Sequence[Row], logs: Vector, pending: Sequence[Row], candidates: Sequence[Row]
 ) -> Vector:
-    """That each candidate is good, by a forest that classifies. What is pending counts as not good,
-    so that its like is not tried over and over. One of the `leads` has to be above 0."""
+    """Return the log odds that each candidate is good, by a forest that classifies. What is pending
+    counts as not good, so that its like is not tried over and over. One of the `leads` has to be
+    above 0."""
     from sklearn.ensemble import RandomForestClassifier  # here, because it loads for a second
 
     ahead = leads(logs)
@@ -108,8 +110,8 @@ def log_odds(
 def expected_improvement(
     tried: Sequence[Row], logs: Vector, pending: Sequence[Row], candidates: Sequence[Row]
 ) -> Vector:
-    """Of each candidate over the best, in log ratio and at least 1e-12, by a forest that predicts
-    times. What is pending counts as being as fast as predicted."""
+    """Return the expected improvement of each candidate over the best, in log ratio and at least
+    1e-12, by a forest that predicts times. What is pending counts as being as fast as predicted."""
     from sklearn.ensemble import RandomForestRegressor
 
     rows = np.array(tried)

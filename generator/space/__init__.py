@@ -1,1 +1,1 @@
-"""Which configs are legal, and which are near each other."""
+"""The search space: which configs are legal, and which are near each other."""

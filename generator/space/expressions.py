@@ -18,14 +18,27 @@ from generator.target import Target
 from normforge.spec import ceil_div
 
 _OF_PROBLEM = (
-    *("M", "N", "dtype", "weight_dtype", "itemsize", "weight_itemsize", "residual_itemsize"),
+    "M",
+    "N",
+    "dtype",
+    "weight_dtype",
+    "itemsize",
+    "weight_itemsize",
+    "residual_itemsize",
 )
 _OF_TARGET = (
-    *("sms", "registers_per_sm", "max_threads_per_sm", "max_ctas_per_sm", "smem_per_sm"),
-    *("smem_per_cta", "barriers_per_sm", "max_vector_bytes", "has_bulk_copy"),
+    "sms",
+    "registers_per_sm",
+    "max_threads_per_sm",
+    "max_ctas_per_sm",
+    "smem_per_sm",
+    "smem_per_cta",
+    "barriers_per_sm",
+    "max_vector_bytes",
+    "has_bulk_copy",
 )
 GIVEN_NAMES = ("exact", "gpu", *_OF_PROBLEM, *_OF_TARGET)
-"""Those that follow from the problem and the target alone."""
+"""Names whose values follow from the problem and the target alone."""
 
 
 def window_bytes(v: Geometry, problem: Problem, target: Target) -> int:
@@ -59,8 +72,18 @@ _CTA = ("threads_per_row", "rows_per_cta", "pipeline")
 _SM = (*_CTA, "ctas_per_sm")
 _GRID = ("ctas_per_sm", "cluster", "spare_sms")
 _SMEM = (
-    *("strategy", "slice_columns", "cluster", "pipeline", "stages", "threads_per_row"),
-    *("rows_per_cta", "rows_in_flight", "vector_bytes", "weight_in", "run_rows", "group_rows"),
+    "strategy",
+    "slice_columns",
+    "cluster",
+    "pipeline",
+    "stages",
+    "threads_per_row",
+    "rows_per_cta",
+    "rows_in_flight",
+    "vector_bytes",
+    "weight_in",
+    "run_rows",
+    "group_rows",
 )
 DERIVED: dict[str, Derived] = {
     "threads": Derived(_CTA, lambda v, p, t: v.cta_threads),
@@ -109,9 +132,32 @@ IMPLIED = DERIVED | {
 
 MOST_CHARACTERS = 1000
 _ALLOWED = (
-    *(ast.Expression, ast.BoolOp, ast.And, ast.Or, ast.UnaryOp, ast.Not, ast.USub, ast.BinOp),
-    *(ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Div, ast.Mod, ast.Compare, ast.Eq, ast.NotEq),
-    *(ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.In, ast.NotIn, ast.Tuple, ast.Name, ast.Load),
+    ast.Expression,
+    ast.BoolOp,
+    ast.And,
+    ast.Or,
+    ast.UnaryOp,
+    ast.Not,
+    ast.USub,
+    ast.BinOp,
+    ast.Add,
+    ast.Sub,
+    ast.Mult,
+    ast.FloorDiv,
+    ast.Div,
+    ast.Mod,
+    ast.Compare,
+    ast.Eq,
+    ast.NotEq,
+    ast.Lt,
+    ast.LtE,
+    ast.Gt,
+    ast.GtE,
+    ast.In,
+    ast.NotIn,
+    ast.Tuple,
+    ast.Name,
+    ast.Load,
     ast.Constant,
 )
 _NO_BUILTINS: dict[str, Any] = {"__builtins__": {}}  # nothing that is allowed can change it

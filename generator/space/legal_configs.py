@@ -32,7 +32,7 @@ _DRAWS = 30
 
 @dataclass(frozen=True)
 class LegalConfigs:
-    """What `space` allows for `problem` on `target`."""
+    """The configs that `space` allows for `problem` on `target`."""
 
     space: Space
     problem: Problem
@@ -56,7 +56,7 @@ class LegalConfigs:
         return int(names["window_bytes"])
 
     def is_legal(self, config: Config) -> bool:
-        """Whether a config that may come from another space is legal as it stands."""
+        """Return True if a config that may come from another space is legal as it stands."""
         known = {knob.name: knob.choices for knob in self.space.knobs}
         if config.keys() != known.keys() or any(config[n] not in known[n] for n in known):
             return False
@@ -90,7 +90,7 @@ class LegalConfigs:
 
     @cached_property
     def reduction_kinds(self) -> tuple[Values, ...]:
-        """For every reduction kind that is legal, its first config in the order of the file."""
+        """Return the first config of every legal reduction kind, in the order of the file."""
         values = {knob.name: knob.values for knob in self.space.knobs}
         found: dict[Strategy, Values] = {}
         for strategy in values["strategy"]:
@@ -138,7 +138,7 @@ class LegalConfigs:
             conflict = self._conflict(config, key, taken, deterministic)
             if not conflict:
                 return config
-            # In the order of the file: that of a set differs from process to process.
+            # Go in the order of the file: that of a set differs from process to process.
             for name in filter((conflict - fixed).__contains__, self._values):
                 for value in self._values[name]:
                     if value != config[name]:

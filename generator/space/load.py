@@ -19,7 +19,8 @@ from generator.space.space import Fixed, Knob, Rule, Space
 
 
 def space_file(operation: str = RMSNORM_BACKWARD) -> Path:
-    """Where the search space of an operation is: its own, or that of operations like it."""
+    """Return the file with the search space of an operation: its own, or that of operations like
+    it."""
     return space_of(operation)
 
 
@@ -43,7 +44,7 @@ def load_space(path: Path = SPACE_FILE) -> Space:
 
 
 load_space_once = cache(load_space)
-"""The same for who asks often: the file is read once in a process."""
+"""`load_space` for repeated use: the file is read once in a process."""
 
 
 def _read(path: Path, extending: tuple[Path, ...] = ()) -> dict[str, Any]:
@@ -77,7 +78,7 @@ def _read(path: Path, extending: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def _rule_id(rule: Any) -> str | None:
-    """None for what is no rule, which is found when the rules are read."""
+    """Return the id of a rule; None for what is no rule, which is found when the rules are read."""
     return str(rule["id"]) if isinstance(rule, dict) and "id" in rule else None
 
 

@@ -41,7 +41,7 @@ class Knob:
         return (*self.values, self.otherwise)
 
     def is_active(self, names: Names) -> bool:
-        """Whether the knob has a meaning beside the knobs above it, which are in `names`."""
+        """Return True if the knob has a meaning beside the knobs above it, which are in `names`."""
         return self.when is None or bool(self.when(names))
 
 
@@ -85,7 +85,7 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Rejection:
-    """Why a config is illegal for a problem on a target."""
+    """The rule that makes a config illegal for a problem on a target."""
 
     rule: str
     sentence: str
@@ -116,7 +116,7 @@ class Space:
         return dict(entry.knobs) if entry else {}
 
     def fixed_forward_for(self, problem: Problem) -> dict[str, int | str]:
-        """The same of its forward, by the fields of a ForwardVariant."""
+        """Return the fixed knobs of the problem's forward, by the fields of a ForwardVariant."""
         entry = self._fixed_entry(problem)
         return dict(entry.forward) if entry else {}
 
@@ -236,7 +236,7 @@ class Space:
         """Legal configs, each once: in the order of the file, or in an order drawn by `rng`
         (a random walk of the same tree). `fixed` narrows knobs to one value each. Ends early when
         PATIENCE values were tried since the last legal config."""
-        own = self.fixed_for(problem)  # whether or not a knob has a meaning
+        own = self.fixed_for(problem)  # also for knobs without a meaning here
         fixed = {**(fixed or {}), **own}
         tried = 0
         names = Names(problem, target, True)

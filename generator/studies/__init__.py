@@ -1,1 +1,1 @@
-"""What was measured, and where it is kept."""
+"""The studies: what was measured, and where it is kept."""

@@ -24,7 +24,7 @@ _HEAD = re.compile(
     rb'\{"op_code":(?:0,"worker_id":"[^"]*","study_name"'
     rb'|[234],"worker_id":"[^"]*","study_id":(\d+))'
 )
-"""What makes a study, and what belongs to the study of a number."""
+"""Matches the start of a record that creates a study, or that belongs to the study of a number."""
 
 
 class _AllNeededError(Exception):

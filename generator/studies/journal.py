@@ -55,13 +55,13 @@ class SealedRecords:
         records. Raises NormforgeError where any is not what was written."""
         file.seek(self.bytes)
         self.torn = False
-        bare = self.bytes, self.count  # where the records begin that no seal covers yet
+        bare = self.bytes, self.count  # no seal covers the records from here on
         for line in file:
             if not line.endswith(b"\n"):
                 self._check_torn(line)
                 break
             number = self.count + 1
-            if line.endswith(b"\r\n"):  # which would hide a seal
+            if line.endswith(b"\r\n"):  # these line ends would hide a seal
                 raise corrupt_error(self._path, f"line {number} ends in CRLF instead of LF")
             sealed = _SEAL.fullmatch(line, max(0, len(line) - _FIELD_BYTES))
             if sealed is None:
@@ -82,14 +82,14 @@ class SealedRecords:
         self._check_forms(file, *bare, self.count)
 
     def _check_torn(self, line: bytes) -> None:
-        record = line.rstrip(b"\0")  # which some file systems have after a power cut
+        record = line.rstrip(b"\0")  # some file systems append NULs in a power cut
         if not record.startswith(_RECORD_START) and not _RECORD_START.startswith(record):
             raise corrupt_error(self._path, "its end is no record of an Optuna journal")
         self.torn = True
 
     def _check_forms(self, file: BinaryIO, start: int, before: int, last: int) -> None:
-        """Whether the lines from the byte `start` are records: from the one behind `before` to the
-        `last`. A seal says more in a fraction of the time."""
+        """Check that the lines from the byte `start` are records: from the one behind `before` to
+        the `last`. A seal says more in a fraction of the time."""
         if before == last:
             return
         file.seek(start)
@@ -124,7 +124,7 @@ class SealedJournal(JournalFileBackend):
         # Optuna's own locks are files that outlive their holder and stall the next run until a
         # grace period ends.
         with locked(self._path):
-            # What other processes have written since; a torn record is of one that is gone.
+            # Other processes may have written since; a torn record is of one that is gone.
             if self._check():
                 os.truncate(self._path, self._records.bytes)
             before = self._records.digest.copy()

@@ -37,7 +37,7 @@ class LeaseLostError(Exception):
 
 
 def create_table(connection: sql.Connection) -> None:
-    """Where it is missing."""
+    """Create the table of leases where it is missing."""
     _TABLE.metadata.create_all(connection)
 
 
@@ -88,7 +88,7 @@ def holds(lease: Lease) -> sql.Select[tuple[str]]:
 
 
 def holders(connection: sql.Connection, studies: Sequence[str]) -> dict[str, str]:
-    """Who has which of `studies`, where somebody does."""
+    """Return who has which of `studies`; those that nobody has are left out."""
     held = sql.and_(_TABLE.c.study.in_(studies), _TABLE.c.expires >= sql.func.now())
     rows = connection.execute(sql.select(_TABLE.c.study, _TABLE.c.holder).where(held))
     return {row.study: row.holder for row in rows}

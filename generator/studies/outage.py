@@ -13,7 +13,7 @@ from optuna.exceptions import StorageInternalError
 from generator.errors import NormforgeError, one_line
 
 MAX_OUTAGE_SECONDS = 90.0
-"""How long a database that went away in the middle of a run is waited for."""
+"""Seconds that a run waits for a database that went away in the middle of it."""
 _RETRY_SECONDS = 1.0
 _T = TypeVar("_T")
 
@@ -38,8 +38,8 @@ def open_error(url: str, error: BaseException) -> NormforgeError:
 
 
 def is_outage(error: BaseException) -> bool:
-    """Whether a database error may pass when the server or the network is back, or when another
-    program is done with an SQLite file."""
+    """Return True if a database error may pass when the server or the network is back, or when
+    another program is done with an SQLite file."""
     from sqlalchemy.exc import InterfaceError, OperationalError
 
     if isinstance(error, StorageInternalError) and error.__cause__ is not None:
@@ -50,7 +50,7 @@ def is_outage(error: BaseException) -> bool:
 
 
 def reason_of(error: BaseException) -> str:
-    """What the driver says, without what SQLAlchemy and Optuna say around it."""
+    """Return what the driver says, without what SQLAlchemy and Optuna say around it."""
     cause = error.__cause__ if isinstance(error, StorageInternalError) else error
     driver = getattr(cause, "orig", None) or cause or error
     return one_line(driver, 200)

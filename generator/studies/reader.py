@@ -87,7 +87,7 @@ class Study:
 
     @cached_property
     def plain_floor(self) -> bool:
-        """Whether its ratios are to a floor that leaves out the residual (see records)."""
+        """True when its ratios are to a floor that leaves out the residual (see records)."""
         results = [self.winner.result] if self.winner else [r.result for r in self.ranked[:1]]
         return any(plain_floor(self.problem, self.evidence, result) for result in results)
 
@@ -105,7 +105,7 @@ class Study:
 
     @property
     def overhead(self) -> float | None:
-        """That of determinism, where it is known."""
+        """The overhead of determinism, where it is known."""
         return self.winner.overhead_of_determinism if self.winner else None
 
     @cached_property
@@ -215,8 +215,8 @@ def _read_study(
 
 
 def _completing(facts: StudyFacts) -> Callable[[Config], Config]:
-    """What gives recorded configs the knobs that were added to the space since; nothing for a GPU
-    that search_spaces/gpus.yaml does not know."""
+    """Return the function that gives recorded configs the knobs that were added to the space since;
+    for a GPU that search_spaces/gpus.yaml does not know, it adds none."""
     space = load_space_once(space_file(facts.problem.operation))
     target = _target(facts)
     return LegalConfigs(space, facts.problem, target).complete if target else dict

@@ -1,4 +1,4 @@
-"""What is kept of a trial and of a winner, and how a study is named."""
+"""The records of trials and winners, and the names of studies."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ from generator.target import Target
 
 
 def may_win(config: Config, result: Result) -> bool:
-    """Whether a variant with this result can be a winner. The determinism class counts as well: an
-    atomic sum that happened to repeat its bits in every run is still not deterministic."""
+    """Return True if a variant with this result can be a winner. The determinism class counts as
+    well: an atomic sum that happened to repeat its bits in every run is still not deterministic."""
     return result.may_win and is_deterministic(config)
 
 
 def plain_floor(problem: Problem, evidence: str, result: Result) -> bool:
-    """Whether the floor of a result is torch.add(x, dy, out=dx) though the problem has a residual.
-    Before results said how many bytes their floor moves, that was measured whatever the options; a
-    ratio to it is too large, and does not compare with one to a floor of as many bytes."""
+    """Return True if the floor of a result is torch.add(x, dy, out=dx) though the problem has a
+    residual. Before results said how many bytes their floor moves, that was measured whatever the
+    options; a ratio to it is too large, and does not compare with one to a floor of as many
+    bytes."""
     old = evidence == "measured" and result.ratio is not None and "floor_bytes" not in result.extra
     return old and bool(problem.residual)
 
@@ -55,7 +56,7 @@ def median_floors(results: Iterable[Result]) -> dict[str, float]:
 
 
 def over_floor(result: Result, floors: Mapping[str, float]) -> float:
-    """Its time over the floor of its GPU, infinite where it has none."""
+    """Return a result's time over the floor of its GPU, infinite where it has none."""
     return result.us / floors[result.gpu] if result.us and result.floor_us else inf
 
 
@@ -65,7 +66,7 @@ def now() -> str:
 
 
 UNREADABLE = (KeyError, TypeError, ValueError, AttributeError)
-"""What is raised where a study has records that this version of the program does not know."""
+"""Errors raised where a study has records that this version of the program does not know."""
 
 
 def unreadable_error(study: str, error: Exception) -> NormforgeError:
@@ -78,9 +79,10 @@ def unreadable_error(study: str, error: Exception) -> NormforgeError:
 
 
 INCUMBENT_STAYS = "the incumbent: "
-"""How the reason of a winner begins that was the incumbent and counted as equal to the fastest."""
+"""The first words of the reason of a winner that was the incumbent and counted as equal to the
+fastest."""
 FLOOR, PLAIN_FLOOR = "floor", "torch.add(x, dy), which leaves out the residual"
-"""What a ratio is to."""
+"""The floors that a ratio can be to."""
 
 
 @dataclass(frozen=True)
@@ -122,13 +124,13 @@ class Winner:
 
     @property
     def floor(self) -> str:
-        """What its ratios are to: FLOOR or PLAIN_FLOOR."""
+        """The floor that its ratios are to: FLOOR or PLAIN_FLOOR."""
         old = plain_floor(self.problem, self.evidence, self.result)
         return PLAIN_FLOOR if old else FLOOR
 
     @property
     def strategy(self) -> Strategy:
-        """How it turns the partial dw of all CTAs into dw."""
+        """The strategy by which it turns the partial dw of all CTAs into dw."""
         return strategy_of(self.config)
 
     @property
@@ -176,7 +178,7 @@ def without_space(name: str) -> str:
 
 
 class StudyFacts(NamedTuple):
-    """What the name of a study says."""
+    """The facts in the name of a study."""
 
     problem: Problem
     gpu: str
@@ -185,7 +187,8 @@ class StudyFacts(NamedTuple):
 
     @classmethod
     def of_name(cls, name: str) -> StudyFacts | None:
-        """None for a study of another program, or of a version that knows other operations."""
+        """Parse a study's name; None for a study of another program, or of a version that knows
+        other operations."""
         match = _NAME.fullmatch(name)
         if match is None:
             return None

@@ -1,5 +1,5 @@
-"""Where studies live: an Optuna journal file, or any database that Optuna knows. Only who has a
-database imports SQLAlchemy.
+"""Opens the storage of studies: an Optuna journal file, or any database that Optuna knows.
+SQLAlchemy is imported for a database alone.
 
 A trial is written when it is finished, in one record. A killed run therefore leaves no half-known
 trial behind, and what it had under way is simply tried again.
@@ -28,7 +28,8 @@ JOURNAL_NAME = "studies.journal"
 
 
 def is_shared(where: str | Path | None) -> bool:
-    """Whether several runs on any machines may use the storage at `where` at the same time."""
+    """Return True if several runs on any machines may use the storage at `where` at the same
+    time."""
     return str(where).startswith(("postgresql://", "postgresql+"))
 
 

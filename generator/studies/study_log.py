@@ -23,7 +23,7 @@ from generator.studies.records import UNREADABLE, Winner, without_space
 
 _T = TypeVar("_T")
 METRIC = "time over the floor"
-"""What the value of a trial is, by the name that optuna-dashboard shows."""
+"""The name under which optuna-dashboard shows the value of a trial."""
 COPY_OF, CONTINUED_IN = "copy_of", "continued_in"
 """Attributes of the copy of a trial, and of a study whose trials another one has, too."""
 
@@ -44,7 +44,7 @@ class StudyLog:
         return self._retry(lambda: self._study.get_trials(deepcopy=False, states=states))
 
     def current_trials(self) -> list[FrozenTrial]:
-        """Those that were not out of date when the study was last searched."""
+        """Return the trials that were not out of date when the study was last searched."""
         outdated = self.outdated
         return [trial for trial in self.trials() if trial.number not in outdated]
 
@@ -144,7 +144,7 @@ class StudyLog:
 
 
 def _origin(trial: FrozenTrial, study: str) -> str:
-    """Which trial it is, in whatever studies it has copies."""
+    """Return the identity of a trial, the same in all studies that have copies of it."""
     return str(trial.user_attrs.get(COPY_OF, f"{study}#{trial.number}"))
 
 

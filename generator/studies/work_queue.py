@@ -1,4 +1,5 @@
-"""Who searches which study next: a run on its own, or any number of runs on one database."""
+"""Decides who searches which study next: a run on its own, or any number of runs on one
+database."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from generator.studies.postgres import connect, lock_schema
 from generator.studies.storage import is_shared
 
 LEASE_SECONDS = 30.0
-"""After this long without a heartbeat a study is anybody's."""
+"""Seconds without a heartbeat after which any run may claim a study."""
 _BEATS = 3  # heartbeats in that time
 _T = TypeVar("_T")
 
@@ -34,7 +35,7 @@ class Queue:
         """Give it back, searched to its end or not."""
 
     def holders(self, studies: Sequence[str]) -> dict[str, str]:
-        """Who has which of `studies`, where somebody does."""
+        """Return who has which of `studies`; those that nobody has are left out."""
         return {}
 
     def close(self) -> None:
@@ -86,7 +87,7 @@ class SharedQueue(Queue):
                 for lease in self._held:
                     leases.release(connection, lease)
         except sql.exc.SQLAlchemyError:
-            pass  # without the database they end by themselves
+            pass  # leases end by themselves without the database
         self._engine.dispose()
 
     @staticmethod

@@ -21,7 +21,8 @@ from generator.target import Target
 from normforge.table import Table, TunedOf
 
 TOLERANCE = 10.0
-"""Percent. Between GPUs of one model, the floor alone differs by 5 % where it takes 10 us."""
+"""Percent by which times may differ. Between GPUs of one model, the floor alone differs by 5 %
+where it takes 10 us."""
 OTHER_FLOOR = "its time was measured beside another reference"
 
 
@@ -44,7 +45,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Checked:
-    """What was found of one kernel. bits: `same`, `differ`, or why they were not compared;
+    """The findings about one kernel. bits: `same`, `differ`, or why they were not compared;
     accuracy: `ok`, or what is wrong; time: `ok`, `slow`, or why it was not compared; slower: by how
     much its ratio to the floor is above that of the table. errors: of the outputs, relative to
     float64."""
@@ -63,7 +64,7 @@ class Checked:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing contradicts the package."""
+        """True when nothing contradicts the package."""
         return (self.bits == "differ", self.accuracy, self.time == "slow") == (False, "ok", False)
 
     def to_json(self) -> dict[str, Any]:
@@ -101,12 +102,13 @@ def stored_kernels(package: Path, target: Target, operation: str) -> list[Stored
 def choose(
     stored: Sequence[Stored], shapes: Sequence[Problem] | None, sample: int | None
 ) -> list[Stored]:
-    """Those of some shapes (None for all), and of these so many, spread evenly over the table, the
-    same ones each time. Raises NormforgeError for a shape that the package was not tuned for."""
+    """Choose the kernels of some shapes (None for all), and of these so many, spread evenly over
+    the table, the same ones each time. Raises NormforgeError for a shape that the package was not
+    tuned for."""
     of_shape: dict[Problem, list[Stored]] = {}
     own: list[Stored] = []
     for one in stored:
-        if not one.forward:  # which stand behind their backwards
+        if not one.forward:  # forwards stand behind their backwards
             own = of_shape.setdefault(one.problem, [])
         own.append(one)
     wanted = list(of_shape if shapes is None else shapes)
@@ -121,12 +123,12 @@ def choose(
 def check_kernel(
     stored: Stored, package: Path, rechecker: Rechecker, tolerance: float = TOLERANCE
 ) -> Checked:
-    """What one kernel does here. tolerance: percent that its ratio to the floor may be above that
-    of the table. Raises NormforgeError when no GPU works any more."""
+    """Check one kernel on this machine. tolerance: percent that its ratio to the floor may be above
+    that of the table. Raises NormforgeError when no GPU works any more."""
     tuned, kernel = stored.tuned, stored.tuned.kernel
     try:
         candidate = Candidate(kernel.read_cubin(package), kernel.spec)
-        condition = tuned.provenance.get("condition") or FLUSH  # of tables that say none
+        condition = tuned.provenance.get("condition") or FLUSH  # older tables say none
         result = rechecker.check(stored.operation, stored.problem, candidate, condition)
     except (RuntimeError, ProblemError) as error:  # damaged, or what the GPU has no room for
         result = Result("unchecked", note=str(error))
@@ -160,7 +162,7 @@ def _bits(tuned: TunedOf[Any], result: Result) -> str:
 
 
 def _recorded_ratio(stored: Stored) -> float | str:
-    """What the table says of the kernel's time over the floor, or why that does not compare."""
+    """Return the table's ratio of the kernel's time to the floor, or why that does not compare."""
     facts = stored.tuned.provenance
     if stored.tuned.evidence != "measured" or facts.get("ratio") is None:
         return "predicted" if stored.tuned.evidence == "predicted" else "not recorded"
@@ -190,7 +192,7 @@ def _time(
 
 
 def summary(checked: Iterable[Checked]) -> str:
-    """How many kernels were checked, and what could not be compared, in sentences."""
+    """Say how many kernels were checked, and what could not be compared, in sentences."""
     found = list(checked)
     failed = sum(not one.passed for one in found)
     said = [

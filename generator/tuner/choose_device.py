@@ -1,4 +1,4 @@
-"""Which GPU a run is for, and whether it is here."""
+"""Chooses the GPU that a run is for, and finds out if it is here."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def choose_target(name: str, device: int) -> tuple[Target, MeasuredEvaluator | N
 
 
 def choose_devices(name: str, devices: Sequence[int]) -> tuple[Target, DevicePool | None, str]:
-    """The same for several GPUs of this machine, which are of one model."""
+    """Choose several GPUs of this machine, which are of one model, as `choose_target` does one."""
     return _choose(name, lambda: DevicePool(devices), f"devices {', '.join(map(str, devices))}")
 
 

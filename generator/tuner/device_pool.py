@@ -48,7 +48,7 @@ class _DeviceProcess:
         self.task: Task | None = None
 
     def facts(self) -> Mapping[str, Any]:
-        """About its GPU. Raises NormforgeError when it has none."""
+        """Return the facts about its GPU. Raises NormforgeError when it has none."""
         try:
             if not self.connection.poll(_START_SECONDS):
                 raise NormforgeError(f"device {self.index} does not answer")
@@ -169,7 +169,8 @@ class DevicePool:
     def _handle_message(
         device: _DeviceProcess, kind: str, value: Any, tasks: TaskList, status: Status
     ) -> None:
-        """What a device says about its task: progress, and winner, failed or open at its end."""
+        """Handle what a device says about its task: progress, and winner, failed or open at its
+        end."""
         task = device.task
         assert task is not None
         if kind == "progress":
@@ -216,7 +217,7 @@ class DevicePool:
 
 
 def _check_same(facts: Mapping[str, Any], other: Mapping[str, Any], index: int) -> None:
-    """Results of different GPU models never mix."""
+    """Raise NormforgeError for GPUs of different models: their results never mix."""
     model, here = [(f["name"], f["sms"]) for f in (facts, other)]
     if model != here:
         raise NormforgeError(

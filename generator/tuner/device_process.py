@@ -1,4 +1,4 @@
-"""Inside the process of one GPU of a run on several."""
+"""The process of one GPU of a run on several."""
 
 from __future__ import annotations
 

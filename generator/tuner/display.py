@@ -1,4 +1,4 @@
-"""What a run shows: its progress while it goes on, and a table at the end."""
+"""The output of a run: its progress while it goes on, and a table at the end."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from generator.studies.records import FLOOR, PLAIN_FLOOR, Winner
 from generator.text_table import columns
 
 _PLAIN_SECONDS = 10.0
-"""How often a phase says how far it is where nothing can be rewritten."""
+"""Seconds between two lines of progress of a phase where nothing can be rewritten."""
 _TRIALS_SHARE = 0.8
-"""Of the time that a problem takes; the rest is for its finals."""
+"""The share of the time of a problem that its trials take; the rest is for its finals."""
 _REFRESHES = 4
 """A second. More would take time from the search, which is in the same process."""
 
@@ -43,7 +43,7 @@ class Status:
         self._since: dict[str, float] = {}  # when each phase began
         self._said: dict[str, float] = {}  # when it was last said how far it is
         self._done = 0
-        self._shares: dict[int, float] = {}  # of the problems under way
+        self._shares: dict[int, float] = {}  # shares done of the problems under way
         self._waited: set[Problem] = set()
 
     def __enter__(self) -> Status:
@@ -99,8 +99,8 @@ class Status:
         self.say(f"{place} {describe(problem, winner, failure)}{left}")
 
     def waiting(self, holders: Mapping[Problem, str]) -> None:
-        """There is nothing to do until others are done: said once for every problem that they have.
-        holders: who has which."""
+        """Say, once for every problem that others have, that there is nothing to do until they are
+        done. holders: who has which."""
         new = holders.keys() - self._waited
         self._waited = set(holders)
         if new:
@@ -108,7 +108,7 @@ class Status:
             self.say(f"{len(holders)} shapes left, which others search: waiting for {who}")
 
     def say(self, line: str) -> None:
-        """One line that stays."""
+        """Print one line that stays."""
         self.console.print(line, soft_wrap=not self.live)
 
     def _searching(self) -> None:
@@ -145,7 +145,7 @@ def _duration(seconds: float) -> str:
 
 
 def describe(problem: Problem, winner: Winner | None, failure: str = "") -> str:
-    """One line about a finished problem."""
+    """Describe a finished problem in one line."""
     if winner is None:
         return f"{problem}: {f'no answer: {failure}' if failure else 'no variant may win'}"
     return (

@@ -1,4 +1,4 @@
-"""Winners of a run to its package."""
+"""Writes the winners of a run to its package."""
 
 from __future__ import annotations
 
@@ -93,7 +93,11 @@ def emit(
     status.phase("writing", 0, 1)
     keep = plan.fallbacks != "all"
     emission = emit_package(
-        *(entries, fallbacks, target, plan.package, forwards),
+        entries,
+        fallbacks,
+        target,
+        plan.package,
+        forwards,
         keep_fallbacks=keep,
         standalone=plan.standalone,
     )

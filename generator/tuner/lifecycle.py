@@ -1,4 +1,4 @@
-"""Around a whole run: one writer per output folder, an end after signals, a full disk."""
+"""Guards a whole run: one writer per output folder, an end after signals, a full disk."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from generator.errors import NormforgeError, one_line
 from generator.studies.records import now
 
 LOCK_NAME = ".running"
-"""In the output folder while a run writes there; says which process of which host it is."""
+"""The file in the output folder while a run writes there; it names the process and its host."""
 SAME_SIGNAL_SECONDS = 1.0
 """Signals that come this soon after the first are the same request: `timeout` signals a process
 and then its group, to which it belongs."""
 INTERRUPT_SECONDS = 0.7
-"""What the trial under way has left after Ctrl-C, which a person waits for."""
+"""Seconds that the trial under way has left after Ctrl-C, because a person waits."""
 _END = b"\0"
-"""In the place of the number of a signal: no more will be looked at."""
+"""A byte in the place of the number of a signal: no more will be looked at."""
 GRACE_SECONDS = 2.0
-"""How long a run waits for the folder: one that was just killed may have it for a moment."""
+"""Seconds that a run waits for the folder: one that was just killed may have it for a moment."""
 _STORAGE_ERRORS = {
     errno.ENOSPC,
     errno.EDQUOT,
@@ -52,7 +52,7 @@ class Stop:
 
     @property
     def at_once(self) -> bool:
-        """Whether a person waits for the end: then nothing more is written."""
+        """True when a person waits for the end: then nothing more is written."""
         return self.signal == signal.SIGINT
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""What one tuning run is to do."""
+"""The plan of one tuning run."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _SECONDS_PER_GIGABYTE = 8.4
 
 @dataclass(frozen=True)
 class Plan:
-    """What to do. trials: of each problem; seconds: of search in the whole run, in equal shares for
-    the problems, None for no limit; storage: a database URL or None for the journal in `out`;
-    devices: indices of the GPUs of this machine that measure, none to predict; fallbacks: one of
-    `generator.package.fallback_kernels.FALLBACKS`; standalone: whether the package gets a copy of
-    the library."""
+    """The work of one tuning run. trials: of each problem; seconds: of search in the whole run, in
+    equal shares for the problems, None for no limit; storage: a database URL or None for the
+    journal in `out`; devices: indices of the GPUs of this machine that measure, none to predict;
+    fallbacks: one of `generator.package.fallback_kernels.FALLBACKS`; standalone: whether the
+    package gets a copy of the library."""
 
     target: Target
     problems: tuple[Problem, ...]
@@ -49,7 +49,7 @@ class Plan:
 
     @property
     def operation(self) -> Operation:
-        """What all of its problems are calls of."""
+        """The operation that all of its problems are calls of."""
         return operation_of(self.problems[0])
 
     @property
@@ -76,22 +76,23 @@ class Plan:
 
     @property
     def where(self) -> str | Path:
-        """Where the studies are: what `generator.studies.storage.open_storage` takes."""
+        """The place of the studies, as `generator.studies.storage.open_storage` takes it."""
         return self.storage or self.out / JOURNAL_NAME
 
     @property
     def shared(self) -> bool:
-        """Whether other runs may search the same problems at the same time."""
+        """True when other runs may search the same problems at the same time."""
         return is_shared(self.storage)
 
     @property
     def budget(self) -> Budget:
-        """Of one problem."""
+        """The budget of one problem."""
         seconds = self.seconds and self.seconds * self.parallel_searches / len(self.problems)
         return Budget(self.trials, seconds)
 
     def forwards(self, problem: Problem, target: Target) -> list[ForwardVariant]:
-        """Those that a shape's forward is chosen from: all, but for what the search space fixes."""
+        """Return the variants that a shape's forward is chosen from: all, but for what the search
+        space fixes."""
         return forwards_with(self.space.fixed_forward_for(problem), problem, target)
 
     def study(self, problem: Problem) -> str:

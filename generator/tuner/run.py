@@ -27,9 +27,10 @@ from generator.tuner.task_runner import TaskRunner, compilers_of, run_tasks
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came out: winners (None where nothing may win) in the order of the problems, failures
-    (why a problem has no answer from this run), the emission, None when there was nothing to emit,
-    and unchanged: how many of the winners are those of earlier runs, without a new trial."""
+    """The outcome of a run: winners (None where nothing may win) in the order of the problems,
+    failures (why a problem has no answer from this run), the emission, None when there was nothing
+    to emit, and unchanged: how many of the winners are those of earlier runs, without a new
+    trial."""
 
     winners: tuple[tuple[Problem, Winner | None], ...]
     emission: Emission | None
@@ -93,6 +94,6 @@ def tune(plan: Plan, measurer: MeasuredEvaluator | DevicePool | None, status: St
         emission = emit(plan, found, storage, pool, status, stop) if found else None
         if stop.at_once:  # it came too late to stop anything
             raise KeyboardInterrupt
-    interrupted = interrupted or stop.signal is not None  # also while forwards were chosen
+    interrupted = interrupted or stop.signal is not None  # it may end while forwards are chosen
     unchanged = sum(winner in before for winner in found)
     return Outcome(tuple(winners), emission, interrupted, tasks.failures, unchanged)

@@ -1,4 +1,4 @@
-"""What of a plan is open, under way here, and concluded."""
+"""The list of tasks of a plan: open, under way here, or concluded."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Task:
 
 
 class TaskList:
-    """What of a plan is open, under way here, and concluded. Every run concludes every problem
-    itself: one that another run has searched is claimed when it is given back, and its study
-    answers at once. So all runs have the same winners."""
+    """The problems of a plan that are open, under way here, or concluded. Every run concludes every
+    problem itself: one that another run has searched is claimed when it is given back, and its
+    study answers at once. So all runs have the same winners."""
 
     def __init__(self, plan: Plan, queue: Queue) -> None:
         self._queue, self._space = queue, plan.space
@@ -62,7 +62,7 @@ class TaskList:
         return task
 
     def wait(self) -> dict[Problem, str]:
-        """Wait a moment for others; the problems that they have, and who has which."""
+        """Wait a moment for others. Returns the problems that they have, and who has which."""
         time.sleep(_POLL_SECONDS)
         holders = self._queue.holders(self._open)
         return {self._problems[study]: holder for study, holder in holders.items()}
@@ -72,7 +72,7 @@ class TaskList:
         self.winners[task.problem] = winner
 
     def fail(self, task: Task, reason: str) -> None:
-        """This run has no answer for the problem; another one may find it."""
+        """Record that this run has no answer for the problem; another one may find it."""
         self._end(task)
         self.winners[task.problem] = None
         self.failures[task.problem] = reason

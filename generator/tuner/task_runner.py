@@ -60,7 +60,7 @@ class TaskRunner:
         storage: BaseStorage,
     ) -> None:
         self.plan, self.pool, self.evaluator, self.storage = plan, pool, evaluator, storage
-        # Of every operation: what won for one is a good start for another.
+        # Take those of every operation: a winner of one is a good start for another.
         others = sorted(table.parent for table in GENERATED.glob(f"*/*/{TABLE}"))
         self.known_winners = [
             winner for package in (*others, plan.package) for winner in known_winners(package)

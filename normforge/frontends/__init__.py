@@ -1,1 +1,1 @@
-"""How PyTorch programs reach the kernels: functions, modules, operators, graphs."""
+"""The ways by which PyTorch programs reach the kernels: functions, modules, operators, graphs."""

@@ -15,7 +15,7 @@ from .routes import INPUTS, arguments_of, getitems, replace_node
 
 
 def fold_additions(graph: torch.fx.Graph, operators: Any) -> int:
-    """Fold additions into the norms of a package; how many.
+    """Fold additions into the norms of a package. Returns how many.
 
     `norm(a + b)` becomes the operator that adds, and its sum goes to all users of a + b.
     `dx + dresidual` becomes the backward with `dresidual`, where nobody else takes dx. Both terms
@@ -45,7 +45,7 @@ def _fold_before(norm: Node, add_norm: Any) -> bool:
         return False
     if not between & set(x.users):
         place = norm
-    elif not between & {weight, eps}:  # for users of the sum that come before the norm
+    elif not between & {weight, eps}:  # users of the sum may come before the norm
         place = x
     else:
         return False

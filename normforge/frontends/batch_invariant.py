@@ -83,7 +83,7 @@ class InvariantNorm(Norm):
         residual_dtype: torch.dtype | None = None,
         matches: str | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """As `Norm.rms_norm`, by batch-invariant kernels.
+        """Compute RMSNorm as `Norm.rms_norm` does, by batch-invariant kernels.
 
         Args:
             x, weight, eps, weight_offset, residual, out_dtype, residual_dtype: as there.
@@ -104,7 +104,10 @@ class InvariantNorm(Norm):
             raise ValueError(NO_INVARIANT_BIAS)
         norm: Any = super() if matches is None else self.matching(matches)
         return norm.rms_norm(
-            *(x, weight, eps, *others),
+            x,
+            weight,
+            eps,
+            *others,
             weight_offset=weight_offset,
             residual=residual,
             out_dtype=out_dtype,
@@ -151,7 +154,8 @@ class BatchInvariantPackage(Package):
     _sm_margin = 0
 
     def use_native(self) -> None:
-        """Not offered: C++ would serve calls with `matches`, and with an SM margin, as all others.
+        """Raise RuntimeError: C++ would serve calls with `matches`, and with an SM margin, as all
+        others.
 
         Raises:
             RuntimeError: always.
@@ -177,7 +181,7 @@ class BatchInvariantPackage(Package):
         if not isinstance(sms, int) or not 0 <= sms < most:
             raise ValueError(f"the margin must be 0 to {most - 1} SMs, got {sms}")
         self._sm_margin = sms
-        # What is known of calls has launches with the previous margin.
+        # Known calls have launches with the previous margin.
         self._calls = CallCache()
 
     def _launch(self, spec: KernelSpec, rows: int) -> Launch:
@@ -196,8 +200,8 @@ class BatchInvariantPackage(Package):
         return super()._with_kernel(given, options, device)
 
     def patch(self, model: torch.nn.Module, casting: str | None = None) -> list[str]:
-        """As `Package.patch`, but for the casting "llama", whose product with the weight and its
-        gradient are PyTorch's. Raises ValueError for it."""
+        """Patch a model as `Package.patch` does, but for the casting "llama", whose product with
+        the weight and its gradient are PyTorch's. Raises ValueError for it."""
         if casting == "llama":
             raise ValueError(
                 'with casting="llama" PyTorch computes the gradient of the weight, and its bits '
@@ -206,8 +210,8 @@ class BatchInvariantPackage(Package):
         return super().patch(model, casting)
 
     def _copied(self, options: Options) -> Call:
-        """Where another kernel would be needed, or dw be added up in another order: the same kernel
-        on copies."""
+        """Serve a call by the same kernel on copies, where another kernel would be needed, or dw be
+        added up in another order."""
 
         def call(
             dy: Any, x: Any, rstd: Any, weight: Any, dresidual: Any, dw_out: Any, *others: Any

@@ -21,8 +21,14 @@ from .routes import MARK
 _aten = torch.ops.aten
 _SPELLINGS: dict[str, tuple[Any, ...]] = {
     "cast": (
-        *("to", "float", "half", "bfloat16", "type", "type_as"),
-        *(_aten._to_copy.default, _aten.to.dtype),
+        "to",
+        "float",
+        "half",
+        "bfloat16",
+        "type",
+        "type_as",
+        _aten._to_copy.default,
+        _aten.to.dtype,
     ),
     "square": ("square", torch.square, _aten.square.default),
     "power": ("pow", torch.pow, operator.pow, _aten.pow.Tensor_Scalar),
@@ -46,7 +52,8 @@ class _Norm(NamedTuple):
 
 
 def replace_decomposed(graph: torch.fx.Graph, operators: Any) -> int:
-    """Replace norms over the last dimension that a graph writes out by the operator; how many.
+    """Replace norms over the last dimension that a graph writes out by the operator. Returns how
+    many.
 
     x is in bf16, fp16 or fp32, everything up to xhat in fp32, and the result in x's dtype. The
     weight may be missing, and may have a number added to it in fp32. A cast of xhat to x's dtype
@@ -106,8 +113,8 @@ def _read(rsqrt: Node) -> _Norm | None:
 
 
 def _results(x: Node, xhat: Node) -> Iterator[tuple[Node, Node | None, float, set[Node]]]:
-    """What may be the result of a norm, last first, with the weight, its offset, and the nodes
-    after xhat."""
+    """Yield the nodes that may be the result of a norm, last first, with the weight, its offset,
+    and the nodes after xhat."""
     found: list[tuple[Node, Node | None, float, set[Node]]] = [(xhat, None, 0.0, set())]
     while (node := _only_user(found[-1][0])) is not None:
         last, weight, offset, later = found[-1]
@@ -153,9 +160,10 @@ def _in_one_run(nodes: set[Node], result: Node) -> list[Node] | None:
 
 
 def _may_be_replaced(x: Node, run: list[Node]) -> bool:
-    """Whether the result is laid out as the operator's, and nobody sees the nodes before it."""
+    """Return True if the result is laid out as the operator's, and nobody sees the nodes before
+    it."""
     rows, result = value_of(x), value_of(run[-1])
-    if type(rows) is not FakeTensor:  # but a DTensor
+    if type(rows) is not FakeTensor:  # it is a DTensor
         return False
     if not are_alike(rows, result) or not is_contiguous(result):
         return False
@@ -170,7 +178,7 @@ def _may_be_replaced(x: Node, run: list[Node]) -> bool:
 
 
 def _kind(node: Any) -> str | None:
-    """What a call computes, if it has no options that say otherwise."""
+    """Return what a call computes, if it has no options that say otherwise."""
     if not isinstance(node, Node) or node.op not in ("call_function", "call_method"):
         return None
     kind = _KINDS.get(node.target)
@@ -183,7 +191,7 @@ def _only_user(node: Node) -> Node | None:
 
 
 def _cast(node: Any) -> Any:
-    """What a node casts, on the same device; None for another node."""
+    """Return the node that a node casts, on the same device; None for another node."""
     if _kind(node) != "cast" or not node.args or not isinstance(node.args[0], Node):
         return None
     one, two = value_of(node.args[0]), value_of(node)
@@ -193,7 +201,8 @@ def _cast(node: Any) -> Any:
 
 
 def _factor(node: Any, other: Node) -> Any:
-    """What a product multiplies a node with; None for another node, and for a square."""
+    """Return the node that a product multiplies `other` with; None for another node, and for a
+    square."""
     if _kind(node) != "product" or len(node.args) != 2 or other not in node.args:
         return None
     one, two = node.args
@@ -214,7 +223,7 @@ def _number_added(node: Any) -> tuple[Any, Any]:
 
 
 def _mean_over_rows(node: Any) -> Any:
-    """What a node takes the mean of, over the last dimension, which it keeps."""
+    """Return the node of which a node takes the mean over the last dimension, which it keeps."""
     if _kind(node) != "mean":
         return None
     given = dict(zip(("x", "dim", "keepdim"), node.args, strict=False)) | node.kwargs

@@ -11,8 +11,8 @@ from ..serve.reference import backward_formula, rstd_of, wide_dtype
 
 
 def is_foreign(x: Any) -> bool:
-    """Whether neither a kernel nor an operator of a package can take this: a nested tensor, or what
-    torch.fx traces with, which is no tensor but takes part in PyTorch's functions."""
+    """Return True if neither a kernel nor an operator of a package can take this: a nested tensor,
+    or what torch.fx traces with, which is no tensor but takes part in PyTorch's functions."""
     if isinstance(x, torch.Tensor):
         return x.is_nested
     return hasattr(type(x), "__torch_function__")
@@ -21,7 +21,7 @@ def is_foreign(x: Any) -> bool:
 def foreign_norm(
     x: Any, weight: torch.Tensor | None, eps: float | None, weight_offset: float, residual: Any
 ) -> Any:
-    """`rms_norm` by PyTorch's function of that name, with PyTorch's rounding."""
+    """Compute `rms_norm` by PyTorch's function of that name, with PyTorch's rounding."""
     rows = x if residual is None else x + residual
     shape = (x.size(-1) if weight is None else weight.shape[-1],)
     scale = weight + weight_offset if weight is not None and weight_offset else weight
@@ -42,9 +42,9 @@ def differentiable_backward(
     need_dw: bool,
     centred: bool = False,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """dx and dw as `reference_backward` has them, but with gradients of their own: rstd is computed
-    again from x, and with `centred`, of a norm that takes the mean off, the mean. In fp32 (float64
-    for float64), rounded at the end."""
+    """Return dx and dw as `reference_backward` has them, but with gradients of their own: rstd is
+    computed again from x, and with `centred`, of a norm that takes the mean off, the mean. In fp32
+    (float64 for float64), rounded at the end."""
     rows, mean = x.to(wide_dtype(x)), None  # once: gradients of two copies would be rounded each
     if centred:
         mean = rows.mean(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""How DTensor may split the operators of a package."""
+"""Registers how DTensor may split the operators of a package."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ _lock = Lock()
 
 
 def is_dtensor(given: Any) -> bool:
-    """By name, because whoever has none need not wait for the import."""
+    """Return True for a DTensor. The class is compared by name, because a program without one need
+    not wait for the import."""
     kind = type(given)
     return kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed.")
 
@@ -54,7 +55,7 @@ def _row_splits(x: Any, weight: Any) -> list[tuple[Any, Any, Any]]:
 
 
 def _dtype(given: Any) -> Any:
-    """Of a tensor, or of what DTensor knows about one."""
+    """Return the dtype of a tensor, or of what DTensor knows about one."""
     return getattr(given, "tensor_meta", given).dtype
 
 
@@ -74,15 +75,19 @@ def _rms_norm_backward(*given: Any) -> list[Any]:
     whole = _row_splits(x, weight)[0][0]
     return [
         (
-            # What is not wanted is an empty tensor.
+            # Results that are not wanted are empty tensors.
             [
                 rows if need_dx else whole,
                 summed if need_dw and weight is not None else whole,
                 rows if dresidual is not None and _dtype(dresidual) != _dtype(x) else whole,
             ],
             [
-                *(rows, rows, rows, None if weight is None else scale),
-                *(None if dresidual is None else rows, *[None] * 5),
+                rows,
+                rows,
+                rows,
+                None if weight is None else scale,
+                None if dresidual is None else rows,
+                *[None] * 5,
             ],
         )
         for rows, scale, summed in _row_splits(x, weight)

@@ -46,18 +46,18 @@ class GatedFunctions:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """By reference, so that patched models can be pickled. Raises PicklingError where no module
-        has these functions."""
+        """Pickle a reference to the module, so that patched models can be pickled. Raises
+        PicklingError where no module has these functions."""
         module = self.RMSNormGated.__module__
         if _package_of(module) is not self:
             raise PicklingError(f"no module has the functions of {self.name}")
         return _package_of, (module,)
 
     def retire(self) -> None:
-        """Another package has taken the name; nothing has to be given back."""
+        """Do nothing: another package has taken the name, and nothing has to be given back."""
 
     def of_form(self, form: str) -> Any:
-        """There are no forms of such packages. Raises LookupError."""
+        """Raise LookupError: there are no forms of such packages."""
         raise LookupError(form)
 
     @property
@@ -66,7 +66,7 @@ class GatedFunctions:
         return getattr(torch.ops, namespace)
 
     def server(self, operation: RowOperation) -> RowServer:
-        """What serves the calls of an operation."""
+        """Return the server of the calls of an operation."""
         found = self._servers.get(operation.name)
         if found is None:
             made = RowServer(operation, self._sources(operation.name))
@@ -84,8 +84,8 @@ class GatedFunctions:
         *,
         forward: bool = False,
     ) -> dict[str, Any]:
-        """Which kernel serves the backward (or the forward) of M aligned rows of N columns ("bf16",
-        "fp16" or "fp32"), and why."""
+        """Say which kernel serves the backward (or the forward) of M aligned rows of N columns
+        ("bf16", "fp16" or "fp32"), and why."""
         operations = GATED_FORWARDS if forward else GATED_BACKWARDS
         server = self.server(operations[kind_of(activation, norm_before_gate)])
         return server.explain(M, N, dtype, weight_dtype)
@@ -100,8 +100,8 @@ class GatedFunctions:
         norm_before_gate: bool = True,
         group_size: int | None = None,
     ) -> torch.Tensor:
-        """y = norm(x) * weight * act(z), or norm(x * act(z)) * weight, differentiable in x, z and
-        weight.
+        """Compute y = norm(x) * weight * act(z), or norm(x * act(z)) * weight, differentiable in x,
+        z and weight.
 
         Both directions are kernels where such were tuned, else the formula in PyTorch. Under
         torch.compile the forward is PyTorch's operators, which it fuses with what is around them.
@@ -143,7 +143,7 @@ class GatedFunctions:
         eps: float,
         kind: tuple[str, bool],
     ) -> torch.Tensor:
-        """y, without gradients. weight: as in `backward`."""
+        """Return y, without gradients. weight: as in `backward`."""
         server = self.server(GATED_FORWARDS[kind])
         if server.is_without_kernels(x):
             server.count(x, weight)
@@ -162,8 +162,8 @@ class GatedFunctions:
         eps: float,
         kind: tuple[str, bool],
     ) -> Gradients:
-        """dx, dz and dw. weight: (N,), or (H, N) with rows (..., H, N), whose groups kernels serve
-        one by one."""
+        """Return dx, dz and dw. weight: (N,), or (H, N) with rows (..., H, N), whose groups kernels
+        serve one by one."""
         server = self.server(GATED_BACKWARDS[kind])
         served = eps >= SMALLEST_EPS
         if served and server.is_without_kernels(x):
@@ -196,8 +196,8 @@ class GatedFunctions:
         return replace_forwards(model, _LAYER, forward_for, is_gated)
 
     def patch_tuned(self, model: torch.nn.Module) -> list[str]:
-        """The same for those norms alone that there are kernels for; all in a model that `patch`
-        was called for, and without a warning if there are none."""
+        """Patch those norms alone that there are kernels for; all in a model that `patch` was
+        called for. It does not warn if there are none."""
         if not any(map(is_gated, model.modules())):
             return []
         if any(is_served(module, _LAYER) for module in model.modules()):

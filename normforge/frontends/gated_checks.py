@@ -1,4 +1,4 @@
-"""What the functions of gated RMSNorms take: each fault is one sentence."""
+"""Checks the arguments of gated RMSNorms' functions: each fault is one sentence."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def check_gated(x: Any, z: Any, weight: Any, eps: Any, group_size: Any) -> None:
     width = x.shape[-1]
     _check_group(f"x has {width} columns", width, group_size)
     fits = weight is None or weight.dim() == 1
-    if fits and weight is not None:  # without `in`, which knows no sizes that are symbols
+    if fits and weight is not None:  # `in` does not know symbolic sizes
         fits = weight.shape[0] == width or weight.shape[0] == group_size
     if not fits:
         other = f" or ({group_size},)" if group_size not in (None, width) else ""

@@ -29,8 +29,8 @@ Gradients = tuple[torch.Tensor, torch.Tensor, "torch.Tensor | None"]
 
 
 class GatedNorms(Protocol):
-    """What computes a package's gated norms. kind: the activation, and whether the norm comes
-    before the gate."""
+    """The interface of what computes a package's gated norms. kind: the activation, and whether the
+    norm comes before the gate."""
 
     def forward(
         self,
@@ -67,7 +67,7 @@ def _run(*given: Any) -> tuple[torch.Tensor, ...]:
     dy, x, z, weight, eps, activation, norm_before_gate, package = given
     kind = (activation, norm_before_gate)
     dx, dz, dw = SERVED(package).backward(dy, x, z, weight, eps, kind)
-    # As `_fake` says, whatever the strides of the rows.
+    # Results are contiguous, as `_fake` says, whatever the strides of the rows.
     return dx.contiguous(), dz.contiguous(), x.new_empty(0) if dw is None else dw
 
 
@@ -87,8 +87,9 @@ def formula(
     eps: float,
     kind: tuple[str, bool],
 ) -> torch.Tensor:
-    """y in x's dtype, computed in fp32 (in float64 for float64) and rounded once. Differentiable.
-    x, z: rows of shape (..., N); weight: (N,), or (H, N) with rows of shape (..., H, N)."""
+    """Compute y in x's dtype, computed in fp32 (in float64 for float64) and rounded once.
+    Differentiable. x, z: rows of shape (..., N); weight: (N,), or (H, N) with rows of shape (...,
+    H, N)."""
     compute = wide_dtype(x)
     scale = 1.0 if weight is None else weight.to(compute)
     return gated_rmsnorm(x.to(compute), z.to(compute), scale, eps, *kind).to(x.dtype)
@@ -103,7 +104,7 @@ def gradients_by_formula(dy: Any, x: Any, z: Any, weight: Any, eps: float, kind:
 
 
 def _forward(x: Any, z: Any, weight: Any, eps: float, kind: Any, package: str) -> torch.Tensor:
-    """y without gradients, of tensors that `_is_ours` has seen."""
+    """Return y without gradients, of tensors that `_is_ours` has seen."""
     if is_dynamo_compiling() or watched() or not all(map(is_plain, (x, z, weight))):
         return formula(x, z, weight, eps, kind)
     return SERVED(package).forward(x, z, weight, eps, kind)
@@ -134,8 +135,8 @@ class GatedNode(torch.autograd.Function):
 
 
 def _is_ours(*given: Any) -> bool:
-    """Whether a node may take these. Transforms, forward mode, tracers and subclasses of tensors
-    know PyTorch's operators alone; modes and fake tensors know ours, too."""
+    """Return True if a node may take these tensors. Transforms, forward mode, tracers and
+    subclasses of tensors know PyTorch's operators alone; modes and fake tensors know ours, too."""
     if transforms_active():
         return False
     if is_dynamo_compiling():  # it cannot trace the other questions
@@ -147,7 +148,7 @@ def _is_ours(*given: Any) -> bool:
 
 
 def gated_norm(x: Any, z: Any, weight: Any, eps: float, kind: Any, package: str) -> torch.Tensor:
-    """`formula` as a package serves it; by PyTorch's operators where it does not."""
+    """Compute `formula` as a package serves it; by PyTorch's operators where it does not."""
     if not _is_ours(x, z, weight):
         return formula(x, z, weight, eps, kind)
     if not torch.is_grad_enabled():

@@ -1,4 +1,5 @@
-"""Which modules compute a gated RMSNorm: tried on a few rows on the CPU, or known by class."""
+"""Finds the modules that compute a gated RMSNorm, by trying them on a few rows on the CPU or by
+class."""
 
 from __future__ import annotations
 
@@ -31,21 +32,24 @@ _OTHER = "it is not one weight, an eps and a forward of rows and a gate"
 _GROUPS = ("n_groups", "num_groups", "ngroups")
 _KNOWN: dict[str, Callable[[Any], tuple[Any, Any, int | None]]] = {
     "mamba_ssm.ops.triton.layernorm_gated.RMSNorm": lambda module: (
-        *("silu", module.norm_before_gate),
+        "silu",
+        module.norm_before_gate,
         module.group_size,
     ),
     "fla.modules.fused_norm_gate.FusedRMSNormGated": lambda module: (
-        *(module.activation, True),
+        module.activation,
+        True,
         None,
     ),
 }
-"""By the class whose forward it is, of norms that run on GPUs alone: the activation, the order and
-the group size. Their results have x's dtype."""
+"""Norms that run on GPUs alone, by the class whose forward it is: the activation, the order and the
+group size. Their results have x's dtype."""
 _log = logging.getLogger(__name__)
 
 
 def is_gated(module: Any) -> bool:
-    """Whether a module may be a gated norm: its class is called so, or its forward takes a gate."""
+    """Return True if a module may be a gated norm: its class is called so, or its forward takes a
+    gate."""
     name = type(module).__name__.lower()
     return "norm" in name and ("gate" in name or _gate_of(module) in _GATES)
 
@@ -63,9 +67,9 @@ def _gate_of(module: Any) -> str:
 def forward_that_serves(
     module: Any, forward_of: Callable[[tuple[str, bool], int, bool], Any]
 ) -> Any:
-    """What serves a module, or a sentence that says why it is left alone. forward_of: makes it of
-    the activation and the order, the columns of a group, and whether the result is as wide as x and
-    the weight together."""
+    """Return the forward that serves a module, or a sentence that says why the module is left
+    alone. forward_of: makes it of the activation and the order, the columns of a group, and whether
+    the result is as wide as x and the weight together."""
     if hasattr(type(module), "_package"):
         return ALREADY
     weight, known = getattr(module, "weight", None), _known_of(module)
@@ -98,13 +102,13 @@ def log_left(model: torch.nn.Module, why: str) -> None:
 
 
 def _known_of(module: Any) -> Any:
-    """What tells what a module computes whose class is known, None for others."""
+    """Return the entry of _KNOWN for a module's class, None for others."""
     owner = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
     return _KNOWN.get(f"{owner.__module__}.{owner.__qualname__}")
 
 
 def _found(module: Any) -> tuple[tuple[str, bool], int] | str:
-    """What a module computes, or why it is no gated norm."""
+    """Return the formula that a module computes, or why it is no gated norm."""
     width, eps = len(module.weight), float(eps_of(module) or 0.0)
     weight = evenly(-1, 2, width)
     fitting = list(product(GATED_BACKWARDS, _group_sizes(module)))
@@ -149,7 +153,8 @@ def _group_sizes(module: Any) -> tuple[int, ...]:
 
 
 def _is_wide(module: Any) -> bool | None:
-    """Whether results are as wide as x and the weight together, and not as x; None for neither."""
+    """Return True if results are as wide as x and the weight together, False if they are as wide as
+    x; None for neither."""
     rows, results = rows_to_try(len(module.weight))[0], {}
     for dtype, other in product((torch.float32, torch.bfloat16), repeat=2):
         weight, x = evenly(-1, 2, len(module.weight)).to(other), rows.to(dtype)

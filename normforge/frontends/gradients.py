@@ -25,7 +25,8 @@ from .library import Implementation
 
 
 def is_watched(dy: torch.Tensor | None, dstream: torch.Tensor | None = None) -> bool:
-    """Whether somebody sees the operators of a node's backward, or wants a gradient of its own."""
+    """Return True if somebody sees the operators of a node's backward, or wants a gradient of its
+    own."""
     # A gradient may be a subclass though x was none, such as a collective's result that has not
     # arrived.
     return (
@@ -49,8 +50,8 @@ def gradients(
     mean: torch.Tensor | None = None,
     seen: bool = True,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """dx and dw of a node, dx in x's dtype. backward: what computes them; wanted: whether dx and
-    dw are; mean: of a norm that takes it off; seen: `is_watched`, where that was asked."""
+    """Return dx and dw of a node, dx in x's dtype. backward: what computes them; wanted: whether dx
+    and dw are; mean: of a norm that takes it off; seen: `is_watched`, where that was asked."""
     need_dx, need_dw = wanted[0], wanted[1] and weight is not None
     if dy is None:
         return (dresidual if need_dx else None), None
@@ -65,13 +66,13 @@ def gradients(
     if not by_pytorch:
         scale = weight
         if weight is not None and weight.dtype not in (x.dtype, torch.float32):
-            scale = weight.float()  # of rows that a wider residual made wider than their weight
+            scale = weight.float()  # a wider residual made the rows wider than it
         given = Arguments(dy, x, rstd, scale, dresidual if need_dx else None, mean=mean)
         options = options_for(eps, weight_offset, need_dx, need_dw)
         try:
             dx, dw, *_ = backward(given, options)
         except RuntimeError:
-            # With is_grads_batched=True there is no address that a kernel could read.
+            # A batched gradient (is_grads_batched=True) has no address that a kernel could read.
             if not (is_batched(dy) or (dresidual is not None and is_batched(dresidual))):
                 raise
         else:
@@ -91,8 +92,9 @@ def gradients_of_sum(
     dstream: torch.Tensor | None = None,
     seen: bool = True,
 ) -> tuple[Any, ...]:
-    """Gradients of x, residual and weight where x + residual, or x alone, was normalised. ctx: the
-    node's; needs: which of the three are wanted; backward, seen: as in `gradients`."""
+    """Return the gradients of x, residual and weight where x + residual, or x alone, was
+    normalised. ctx: the node's; needs: which of the three are wanted; backward, seen: as in
+    `gradients`."""
     stream, weight, rstd = ctx.saved_tensors
     needs_x, needs_residual, needs_dw = needs
     wanted = (needs_x or needs_residual, needs_dw)
@@ -113,7 +115,8 @@ def gradients_of_sum(
 def autograd_of_norm(
     operator: Any, run: Implementation, served: Callable[[str], Any]
 ) -> Implementation:
-    """For `rms_norm` and `add_rms_norm`; served: what serves a package's calls of operators."""
+    """Return the autograd kernel of `rms_norm` and `add_rms_norm`. served: finds what serves a
+    package's calls of operators."""
 
     class OperatorNorm(torch.autograd.Function):
         @staticmethod
@@ -145,14 +148,15 @@ def autograd_of_norm(
 def autograd_of(
     operator: Any, run: Implementation, node: type[torch.autograd.Function], formula: Implementation
 ) -> Implementation:
-    """For an operator with this node. formula: the same by operators of PyTorch."""
+    """Return the autograd kernel of an operator with this node. formula: the same by operators of
+    PyTorch."""
 
     def kernel(keys: Any, *given: Any) -> tuple[torch.Tensor, ...]:
         plain = _is_plain_call(keys)
         if not plain:  # it may be DTensor's, which may have been imported since
             register_sharding(operator)
         if not plain and (transforms_active() or has_tangent(*given)):
-            return formula(*given)  # as these see through PyTorch's operators only
+            return formula(*given)  # they see through PyTorch's operators only
         if _want_gradient(given):
             try:
                 results: tuple[torch.Tensor, ...] = node.apply(*given)
@@ -165,7 +169,8 @@ def autograd_of(
 
 
 def autograd_of_backward(operator: Any, run: Implementation) -> Implementation:
-    """For the backward of a norm, which has no derivative: who asks for one gets an error."""
+    """Return the autograd kernel of the backward of a norm. That has no derivative: who asks for
+    one gets an error."""
 
     class OperatorBackward(torch.autograd.Function):
         @staticmethod
@@ -183,13 +188,13 @@ def autograd_of_backward(operator: Any, run: Implementation) -> Implementation:
 
 
 def _is_plain_call(keys: Any) -> bool:
-    """Whether autograd and the kernel of the device are all that is left of a call. keys: its
-    dispatch keys."""
+    """Return True if autograd and the kernel of the device are all that is left of a call. keys:
+    its dispatch keys."""
     return keys.raw_repr() in PLAIN_KEYS and not watched()
 
 
 def below_autograd(operator: Any, given: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-    """What the operator does on its tensors, without autograd."""
+    """Run the operator on its tensors without autograd."""
     with torch._C._AutoDispatchBelowAutograd():
         results: tuple[torch.Tensor, ...] = operator(*given)
     return results
@@ -252,8 +257,8 @@ def without_gradient(
 
 
 def wants_gradient(given: Arguments) -> bool:
-    """Whether somebody may ask for the gradient of dx or dw. A weight alone that wants one does not
-    count: dw does not depend on it, and dx is of no use where x wants no gradient."""
+    """Return True if somebody may ask for the gradient of dx or dw. A weight alone that wants one
+    does not count: dw does not depend on it, and dx is of no use where x wants no gradient."""
     return torch.is_grad_enabled() and any(
         tensor is not None and isinstance(tensor, torch.Tensor) and tensor.requires_grad
         for tensor in (given.dy, given.x, given.dresidual)

@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 AnyOperators = NormOperators | type[NormOperators]
-"""Says which norm is meant."""
+"""The operators that say which norm is meant."""
 
 
 def norm_operators(norm: AnyOperators) -> list[Any]:
@@ -83,8 +83,8 @@ def tag(
 
 
 class Counts(NamedTuple):
-    """How many nodes of norms, norms that are written out, and additions before or after them, a
-    package was given."""
+    """The numbers of norms, of norms that are written out, and of additions before or after them,
+    whose nodes a package was given."""
 
     norms: int = 0
     written_out: int = 0
@@ -109,7 +109,7 @@ def route(
         written_out = 0
         if isinstance(operators, Operators):
             written_out = replace_decomposed(each.graph, operators)
-        # Behind it, for its norms have additions, too.
+        # This comes behind it, for its norms have additions, too.
         found = Counts() if written_out_only else route_graph(each.graph, operators)
         found = found._replace(written_out=written_out)
         if any(found):
@@ -120,7 +120,7 @@ def route(
 
 
 def route_graph(graph: torch.fx.Graph, operators: NormOperators) -> Counts:
-    """`route` on a graph that writes no norm out."""
+    """Do `route` on a graph that writes no norm out."""
     norms = 0
     for node in find_norms(graph, operators):
         target: Any = node.target
@@ -176,7 +176,7 @@ class Decompositions(dict[Any, Callable[..., Any]]):
 
 _SLOT = "post_grad_custom_pre_pass"
 _FILES = tuple(map(str, sorted(Path(__file__).parent.glob("*.py"))))
-"""Among them what `route_graph` is made of."""
+"""Files of this folder, among them those that `route_graph` is made of."""
 
 
 def _refuse_other(given: Any) -> None:
@@ -188,8 +188,8 @@ def _refuse_other(given: Any) -> None:
 
 
 def has_tiny_eps(module: GraphModule, norm: AnyOperators) -> bool:
-    """Whether a graph of Dynamo calls PyTorch's function of the norm with an eps whose backward is
-    not for kernels. Of a graph of the backward alone nobody can tell."""
+    """Return True if a graph of Dynamo calls PyTorch's function of the norm with an eps whose
+    backward is not for kernels. A graph of the backward alone does not tell."""
     for node in (node for each in graph_modules(module) for node in each.graph.nodes):
         name = getattr(node.target, "__name__", "").split(".")[0]
         if name.endswith("_norm") and norm.aten[0].endswith(name):

@@ -1,5 +1,5 @@
-"""What tracing left in the nodes of an FX graph about their values and places. No question here
-fixes a symbol."""
+"""Reads what tracing left in the nodes of an FX graph about their values and places. No question
+here fixes a symbol."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch.fx import Node
 
 _PLACE = ("custom", "recompute", "ac_graph_id", "partitioner_tag")
-"""What other passes and users write into meta, to say on which stream, in which region and in which
-half of a step a node runs, and whether it runs again in the backward."""
+"""Keys that other passes and users write into meta, to say on which stream, in which region and in
+which half of a step a node runs, and whether it runs again in the backward."""
 
 
 def value_of(node: Any) -> Any:
@@ -22,20 +22,20 @@ def value_of(node: Any) -> Any:
 
 
 def in_one_place(nodes: Iterable[Node]) -> bool:
-    """Whether nodes are marked alike: the same stream, region, pass and recomputation."""
+    """Return True if nodes are marked alike: the same stream, region, pass and recomputation."""
     first, *others = ([node.meta.get(key) or None for key in _PLACE] for node in nodes)
     return all(other == first for other in others)
 
 
 def same_size(one: Any, two: Any) -> bool:
-    """Whether two sizes are equal for every value of their symbols."""
+    """Return True if two sizes are equal for every value of their symbols."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return bool(statically_known_true(one == two))
 
 
 def are_alike(one: Any, two: Any) -> bool:
-    """Whether two values are tensors of one shape, dtype and device."""
+    """Return True if two values are tensors of one shape, dtype and device."""
     if not isinstance(one, torch.Tensor) or not isinstance(two, torch.Tensor):
         return False
     if (one.dtype, one.device, one.dim()) != (two.dtype, two.device, two.dim()):
@@ -44,7 +44,7 @@ def are_alike(one: Any, two: Any) -> bool:
 
 
 def is_contiguous(tensor: torch.Tensor) -> bool:
-    """As the tensor's method of this name, which would fix symbols."""
+    """Return what the tensor's method of this name does, which would fix symbols."""
     step: Any = 1
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         if not same_size(size, 1) and not same_size(stride, step):
@@ -54,7 +54,8 @@ def is_contiguous(tensor: torch.Tensor) -> bool:
 
 
 def fake_value(target: Any, arguments: tuple[Any, ...]) -> Any:
-    """What a call gives, on the values that make_fx left in its arguments; None without them."""
+    """Return the result of a call on the values that make_fx left in its arguments; None without
+    them."""
     values = [a.meta.get("val") if isinstance(a, Node) else a for a in arguments]
     missing = any(
         isinstance(a, Node) and value is None for a, value in zip(arguments, values, strict=True)

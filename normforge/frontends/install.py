@@ -231,7 +231,7 @@ class Installation:
         self._library, self._kernel = library, kernel
 
     def _leave(self, *given: Any) -> Any:
-        """What the kernel gives that was there before."""
+        """Call the kernel that was there before."""
         original, keys = self._original, getattr(torch._C.DispatchKey, self._device)
         if original is None:
             name = f"aten::{self._routed.operator}"
@@ -241,7 +241,7 @@ class Installation:
         except RuntimeError as error:
             if "SafeKernelFunction has been invalidated" not in str(error):
                 raise
-        # One of torch.backends.python_native, or what that one falls back to, is no longer there.
+        # A kernel of torch.backends.python_native, or what it falls back to, is no longer there.
         with self._lock:
             if self._original is original and self._library is not None:
                 self._take_away()
@@ -262,7 +262,7 @@ one while a thread that has found it waits for the interpreter. Each takes two k
 
 @contextmanager
 def _registering(routed: Routed, device: str, kernel: Callable[..., Any]) -> Iterator[None]:
-    """Around the registration of this kernel, or of one in C++ that calls it."""
+    """A context for the registration of this kernel, or of one in C++ that calls it."""
     with warnings.catch_warnings():
         # PyTorch says that a kernel of its own is overridden, which is the purpose.
         warnings.simplefilter("ignore")
@@ -274,7 +274,7 @@ def _register_anew(operator: str, device: str) -> None:
     """Have the kernels of torch.backends.python_native find what serves an operator now."""
     native = getattr(torch.backends, "python_native", None)
     if native is not None and not native.is_operation_disabled(operator):
-        with suppress(RuntimeError):  # of a PyTorch that was built without this device
+        with suppress(RuntimeError):  # PyTorch may be built without this device
             _KEPT.append((torch.library.get_kernel(f"aten::{operator}", device), None))
         with native.operations_disabled(operator):
             pass

@@ -19,11 +19,11 @@ from .matching import TileTable
 
 _BITS = "the bits of any other kernel may depend on the batch"
 ADVICE = f"{_BITS}: take the package whose kernels do not promise it"
-"""What to do about a call for which no kernel can be tuned."""
+"""The advice for a call for which no kernel can be tuned."""
 
 
 def advice_for(x: torch.Tensor, weight: torch.Tensor | None) -> str:
-    """What to do about a call for which there is no kernel."""
+    """Return the advice for a call for which there is no kernel."""
     dtypes = [DTYPES.get(tensor.dtype) for tensor in (x, weight) if tensor is not None]
     if None in dtypes:
         return ADVICE
@@ -36,15 +36,15 @@ def advice_for(x: torch.Tensor, weight: torch.Tensor | None) -> str:
 
 
 class _NoKernelError(RuntimeError):
-    """Why there is none."""
+    """No kernel keeps the promise for a call; the message says why."""
 
 
 class BatchInvariantForward(Forward):
-    """As Forward, but with these kernels or none: y and rstd of a row depend on that row, N, the
-    dtypes and the options alone. Raises RuntimeError where there is no kernel for a CUDA call."""
+    """A Forward with these kernels or none: y and rstd of a row depend on that row, N, the dtypes
+    and the options alone. Raises RuntimeError where there is no kernel for a CUDA call."""
 
     def _table_of(self, kernels: Kernels) -> ForwardTable | None:
-        table = kernels.forward  # whose kernels for any row are those of `matches`
+        table = kernels.forward  # its kernels for any row are those of `matches`
         return None if table is None else replace(table, fallback=())
 
     def _prepare(
@@ -62,7 +62,7 @@ class BatchInvariantForward(Forward):
         return advice_for(x, weight)
 
     def _copied(self, x: Any, weight: Any, eps: Any, offset: float, residual: Any) -> Any:
-        """Where another kernel would be needed: the same kernel on copies."""
+        """Serve a call by the same kernel on copies, where another kernel would be needed."""
         x, weight, residual = map(placed, (x, weight, residual))
         return self(x, weight, eps, offset, residual)
 
@@ -92,8 +92,8 @@ class MatchingForward(BatchInvariantForward):
 
 
 def misplaced(tensor: torch.Tensor | None) -> bool:
-    """Whether the rows of a tensor lie worse than those of a copy: not at one stride or two, or not
-    at multiples of the power of two, up to MAX_ALIGNMENT, that divides a row."""
+    """Return True if the rows of a tensor lie worse than those of a copy: not at one stride or two,
+    or not at multiples of the power of two, up to MAX_ALIGNMENT, that divides a row."""
     if tensor is None:
         return False
     rows = row_layout(tensor)
@@ -105,7 +105,7 @@ def misplaced(tensor: torch.Tensor | None) -> bool:
 
 
 def placed(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """The same numbers, in a copy where the tensor is misplaced."""
+    """Return a tensor with the same numbers, a copy where the given one is misplaced."""
     if tensor is None or not misplaced(tensor):
         return tensor
     return tensor.detach().clone(memory_format=torch.contiguous_format)

@@ -93,8 +93,8 @@ class LayerNormPackage(NormPackage):
         *others: Any,
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """torch.nn.functional.layer_norm over the last dimension, with `layer_norm_backward` as its
-        backward.
+        """Compute torch.nn.functional.layer_norm over the last dimension, with
+        `layer_norm_backward` as its backward.
 
         Under torch.compile it is one operator. Second derivatives (create_graph=True) and batched
         gradients (is_grads_batched=True) use PyTorch's own operators. DTensor, nested tensors,
@@ -144,9 +144,9 @@ class LayerNormPackage(NormPackage):
         return y if residual is None else (y, stream)
 
     def _forward_for(self, given: tuple[Any, ...]) -> Callable[..., Any]:
-        """What computes y, mean, rstd and the sum of these arguments."""
+        """Return the function that computes y, mean, rstd and the sum of these arguments."""
         plain = all(map(is_plain, given))
-        if not plain and any(map(is_dtensor, given)):  # for which the operators have no rule
+        if not plain and any(map(is_dtensor, given)):  # the operators have no rule for them
             return layer_norm_forward
         if is_dynamo_compiling():
             return self.ops.layer_norm

@@ -45,9 +45,9 @@ def layer_norm_forward(
     eps: float,
     package: str = "",
 ) -> tuple[torch.Tensor, ...]:
-    """y of x's dtype, mean and rstd of every row in fp32 (in float64 for float64), and x + residual
-    in the residual's dtype, without one an empty tensor. Differentiable. package: as of the
-    operator; any gives the same. Raises TypeError or ValueError."""
+    """Return y of x's dtype, mean and rstd of every row in fp32 (in float64 for float64), and x +
+    residual in the residual's dtype, without one an empty tensor. Differentiable. package: as of
+    the operator; any gives the same. Raises TypeError or ValueError."""
     check_forward(x, weight, residual, bias=bias, heads=False)
     stream = x.new_empty(0) if residual is None else (x + residual).to(residual.dtype).contiguous()
     rows = x if residual is None else stream
@@ -90,9 +90,9 @@ def layer_norm_node(
 
 
 def eager_layer_norm(backward: Backward, quick: QuickCall) -> Callable[..., torch.Tensor | None]:
-    """What serves `layer_norm(x, weight, bias, eps)` of plain tensors in the shortest way, and
-    gives None for arguments that need more than PyTorch's kernel or do not fit together. backward,
-    quick: as in `layer_norm_node`."""
+    """Return the function that serves `layer_norm(x, weight, bias, eps)` of plain tensors in the
+    shortest way. It gives None for arguments that need more than PyTorch's kernel or do not fit
+    together. backward, quick: as in `layer_norm_node`."""
 
     class EagerLayerNorm(torch.autograd.Function):
         @staticmethod
@@ -145,7 +145,8 @@ def layer_norm_gradients(
     dy: torch.Tensor | None,
     dstream: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Gradients of x, residual, weight and bias from what a node saved. needs: which are wanted."""
+    """Return the gradients of x, residual, weight and bias from what a node saved. needs: which are
+    wanted."""
     rows, weight, rstd, mean = ctx.saved_tensors
     needs_x, needs_residual, needs_dw, needs_db = needs
     if weight is None and needs_db:
@@ -171,7 +172,8 @@ def layer_norm_gradients(
 
 
 class LayerNormOperators(NormOperators):
-    """The same of LayerNorm, whose forward is `layer_norm_forward`."""
+    """The server of LayerNorm's operators for one package. Their forward is
+    `layer_norm_forward`."""
 
     layer = "LayerNorm"
     aten = ("native_layer_norm", "native_layer_norm_backward")

@@ -1,4 +1,4 @@
-"""From PyTorch's backward of LayerNorm to a package, under `install()` and in graphs, and back
+"""Leads PyTorch's backward of LayerNorm to a package, under `install()` and in graphs, and back
 where there is no kernel."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def dw_and_db(sums: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Ten
 
 
 def layer_norm_aten_call(options: Options) -> Call:
-    """PyTorch's own kernel, as `aten_call` for RMSNorm."""
+    """Return a call of PyTorch's own kernel, as `aten_call` does for RMSNorm."""
 
     def call(
         dy: torch.Tensor,
@@ -39,7 +39,13 @@ def layer_norm_aten_call(options: Options) -> Call:
         rows, need_dw = (*x.shape[:-1], 1), options.need_dw and weight is not None
         with torch.no_grad():
             dx, dw, db = torch.ops.aten.native_layer_norm_backward(
-                *(dy, x, x.shape[-1:], mean.reshape(rows), rstd.reshape(rows), weight, weight),
+                dy,
+                x,
+                x.shape[-1:],
+                mean.reshape(rows),
+                rstd.reshape(rows),
+                weight,
+                weight,
                 [options.need_dx, need_dw, need_dw],
             )
             return dx if options.need_dx else None, torch.stack((dw, db)) if need_dw else None
@@ -121,13 +127,13 @@ def _route_layer_norm_backward(node: Node, operators: Any) -> bool:
 
 
 def _dtype(given: Any) -> torch.dtype | None:
-    """Of a node, where tracing left its value."""
+    """Return the dtype of a node, where tracing left its value."""
     return getattr(given.meta.get("val"), "dtype", None) if isinstance(given, Node) else None
 
 
 def _saved_wide(x: Any, rstd: Any) -> bool:
-    """Whether rstd is of a dtype that the operators take; PyTorch's LayerNorm of narrow rows saves
-    narrow ones on the CPU."""
+    """Return True if rstd is of a dtype that the operators take; PyTorch's LayerNorm of narrow rows
+    saves narrow ones on the CPU."""
     return _dtype(rstd) in (None, torch.float32) or _dtype(rstd) == _dtype(x) == torch.float64
 
 

@@ -1,4 +1,5 @@
-"""The one library of operators that this process has of this code, and who serves their calls.
+"""The one library of operators that this process has of this code; packages add what serves their
+calls.
 
 An operator is `normforge::<name>` with the overload VERSION, such as `normforge::rms_norm.v1`. It
 is registered once, whatever the number of packages, and its last argument names the package that
@@ -86,21 +87,21 @@ def decompose(operator: Any, formula: Implementation) -> None:
 
 
 class OfPackage(Protocol):
-    """What serves the calls that ask for one package."""
+    """The interface of what serves the calls that ask for one package."""
 
     def retire(self) -> None:
-        """Another one has taken its name."""
+        """Learn that another package has taken the name."""
 
     def of_form(self, form: str) -> Any:
-        """What serves the calls that ask for a form of this package. Raises LookupError."""
+        """Return what serves the calls that ask for a form of this package. Raises LookupError."""
 
 
 T = TypeVar("T", bound=OfPackage)
 
 
 class Served(Generic[T]):
-    """What serves the calls of some operators, by the name of the package that they ask for, which
-    may have a form behind it: `<package>+<form>`.
+    """The servers of the calls of some operators, by the name of the package that they ask for,
+    which may have a form behind it: `<package>+<form>`.
 
     find: what makes the one of a name that nobody has added, or raises LookupError. Who finds
     packages by the names of their GPUs sets it. known: those that were added or found.

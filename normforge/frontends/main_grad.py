@@ -91,9 +91,9 @@ class _MainGradNorm(torch.autograd.Function):
             else:
                 add = not getattr(ctx.parameter, "overwrite_main_grad", False)
                 buffer = _main_grad(ctx.parameter, given.weight.shape)
-                # Where wide rows made the weight wide, it is not the weight's dtype any more.
+                # Wide rows may have made the weight wide, and then this is not its dtype any more.
                 narrow = buffer.dtype == ctx.parameter.dtype != given.weight.dtype
-                # What dataclasses.replace does, in 0.7 us less of every backward.
+                # This does what dataclasses.replace does, in 0.7 us less of every backward.
                 given = Arguments(**{**vars(given), "dw_out": buffer})
                 options = type(options)(**{**vars(options), "accumulate": add})
                 try:
@@ -105,7 +105,7 @@ class _MainGradNorm(torch.autograd.Function):
 
         needs = (needs_x, needs_residual, needs_dw)
         dx, dresidual, dw = gradients_of_sum(into_main_grad, ctx, needs, dy, dstream, seen)
-        if dw is not None and not added:  # by the formula, of which the buffer has nothing
+        if dw is not None and not added:  # the formula has added nothing to the buffer
             raise RuntimeError(_REFUSED)
         dummy = None if dw is None else _dummy(ctx.parameter)
         return None, dx, dresidual, None, dummy, None, None
@@ -138,8 +138,8 @@ def _main_grad(parameter: torch.nn.Parameter, shape: torch.Size) -> torch.Tensor
 
 
 def _dummy(parameter: torch.nn.Parameter) -> torch.Tensor | None:
-    """What autograd sees for the gradient that is in the buffer already. Trainers whose hooks start
-    a communication want some tensor, and drop it."""
+    """Return the tensor that autograd sees as the gradient that is in the buffer already. Trainers
+    whose hooks start a communication want some tensor, and drop it."""
     if not hasattr(parameter, "grad_added_to_main_grad"):
         return None
     parameter.grad_added_to_main_grad = True

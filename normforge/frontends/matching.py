@@ -21,7 +21,7 @@ _WHOLE = 16
 """Triton's kernel for rows of a multiple of so many columns is another one."""
 NO_OFFSET = "with `matches`, weight_offset must be 0: vLLM's kernel has none"
 _CONTRACTS = {"TRITON_DEFAULT_FP_FUSION": True, "TRITON_FORCE_DISABLE_FP_FUSION": False}
-"""What Triton's variables have to be, and are if they are not set."""
+"""The values that Triton's variables must have, and have if they are not set."""
 
 
 def form_of(matches: str) -> str:
@@ -61,7 +61,8 @@ class TileTable(ForwardTable):
     def choose(
         self, M: int, N: int, dtype: str, weight_dtype: str, *_: Any, **__: Any
     ) -> ForwardChoice:
-        """As TableOf.choose. Only the dtypes and N count: rows are at their alignment or copied."""
+        """Choose a kernel as TableOf.choose does. Only the dtypes and N count: rows are at their
+        alignment or copied."""
         for kernel in self.fallback:
             spec = kernel.spec
             in_vectors = spec.vector_bytes == 16
@@ -91,7 +92,8 @@ class MatchingNorm(Norm):
         out_dtype: torch.dtype | None = None,
         residual_dtype: torch.dtype | None = None,
     ) -> Any:
-        """As Norm.rms_norm. Raises ValueError for what the other implementation does not have."""
+        """Compute RMSNorm as Norm.rms_norm does. Raises ValueError for what the other
+        implementation does not have."""
         if out_dtype is not None or residual_dtype is not None:
             raise ValueError("with `matches`, y has x's dtype, and there is no residual")
         _check(x, weight, weight_offset, residual)
@@ -106,7 +108,8 @@ class MatchingNorm(Norm):
         weight_offset: float = 0.0,
         residual: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """As Norm.rmsnorm_forward. Raises ValueError likewise."""
+        """Compute the forward as Norm.rmsnorm_forward does. Raises ValueError as `rms_norm`
+        does."""
         _check(x, weight, weight_offset, residual)
         return super().rmsnorm_forward(x, weight, eps)
 

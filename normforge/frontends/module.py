@@ -31,7 +31,7 @@ class RMSNorm(torch.nn.RMSNorm):
             RMSNorm of `normforge.batch_invariant`, and no instance of this class. Raises
             RuntimeError if there are none.
         matches: "vllm" for a batch-invariant norm whose forward has the bits of vLLM's; see
-            docs/vllm-bits.md. Raises ValueError for a norm that is not batch-invariant.
+            docs/determinism.md. Raises ValueError for a norm that is not batch-invariant.
 
     With main_grad, and if the weight has an attribute grad_added_to_main_grad, that is set to True
     and autograd gets a dummy gradient: zeros if weight.zero_out_wgrad is set, else uninitialised
@@ -41,14 +41,14 @@ class RMSNorm(torch.nn.RMSNorm):
     _package_norm: ClassVar[Norm]
     """The norm of the package. Every package has a subclass of this class."""
     _package_invariant: ClassVar[bool] = False
-    """Whether its kernels are batch-invariant."""
+    """True when its kernels are batch-invariant."""
     _invariant_class: ClassVar[Callable[[], Any]]
-    """What gives the class of the batch-invariant package for the same GPU."""
+    """Returns the class of the batch-invariant package for the same GPU."""
     weight_offset: float = 0.0
     main_grad: bool = False
     matches: str | None = None
     _simple: bool = False
-    """One normalised dimension and a weight. The package then checks the shape itself."""
+    """True for one normalised dimension and a weight. The package then checks the shape itself."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class RMSNorm(torch.nn.RMSNorm):
             torch.nn.init.zeros_(self.bias)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-        """y, or (y, x + residual) with a residual; see `rms_norm`."""
+        """Return y, or (y, x + residual) with a residual; see `rms_norm`."""
         norm = self._package_norm if self.matches is None else self._norm()
         # A bias and main_grad may be given later, and what wraps parameters, as DataParallel and
         # parametrizations do, keeps a bias elsewhere.
@@ -167,7 +167,7 @@ def flat(shape: tuple[int, ...], x: Any, *others: torch.Tensor | None) -> tuple[
 
 
 def like(x: Any, results: Any, shape: tuple[int, ...]) -> Any:
-    """Results for `flat` rows, one tensor or several, in the shape of x."""
+    """Return results for `flat` rows, one tensor or several, in the shape of x."""
     if len(shape) == 1:
         return results
     if isinstance(results, tuple):

@@ -40,24 +40,24 @@ SCHEMAS = {
 
 
 class NormOperators:
-    """What serves the calls of a norm's operators that ask for one package.
+    """The server of the calls of a norm's operators that ask for one package.
 
     package: its name. backward(arguments, options): what serves any backward, quick: what is tried
     before for a plain one; neither may call an operator again.
     """
 
     layer: ClassVar[str]
-    """What it is called."""
+    """The name of the layer."""
     aten: ClassVar[tuple[str, ...]]
     """PyTorch's operators of it, forward and backward."""
     routes: ClassVar[Routes]
-    """How those go to the operators here, in a graph."""
+    """The routes from those to the operators here, in a graph."""
     served: ClassVar[Served[Any]]
-    """Those of all packages."""
+    """The servers of all packages."""
     all: ClassVar[tuple[Any, ...]]
     """The operators."""
     backward_operator: ClassVar[Any]
-    """That of the backward."""
+    """The operator of the backward."""
 
     def __init__(self, package: str, backward: Backward, quick: QuickCall) -> None:
         self.package, self._backward, self._quick = package, backward, quick
@@ -66,13 +66,13 @@ class NormOperators:
         self.served.add(package, self)
 
     def of_form(self, form: str) -> NormOperators:
-        """Those of a norm beside this one whose forward adds in another form. Raises
+        """Return the operators of a norm beside this one whose forward adds in another form. Raises
         LookupError."""
         raise LookupError(form)
 
     def serve(self, run: Backward, given: Arguments, options: Options) -> Results:
-        """Any backward: through the operator where somebody watches those, else at once by `run`.
-        Who asks its results for a gradient gets an error."""
+        """Compute any backward: through the operator where somebody watches those, else at once by
+        `run`. Who asks its results for a gradient gets an error."""
         wants = given.dx_out is not None and getattr(given.dx_out, "requires_grad", False)
         if wants and torch.is_grad_enabled():
             raise RuntimeError("dx_out requires a gradient, but dx has none: give dx_out.detach()")
@@ -83,8 +83,8 @@ class NormOperators:
         return run(given, options)
 
     def backward(self, given: Arguments, options: Options) -> Results:
-        """Any backward through the operator. `dw_out` and `dx_out` are written by operators of
-        PyTorch, which a tracer understands, and so is the formula made of them."""
+        """Compute any backward through the operator. `dw_out` and `dx_out` are written by operators
+        of PyTorch, which a tracer understands, and so is the formula made of them."""
         if type(options) is FormulaOptions:
             return self._backward(given, options)
         dw_out, dx_out, dw_dtype = given.dw_out, given.dx_out, options.dw_dtype
@@ -95,11 +95,18 @@ class NormOperators:
             narrow = options.accumulate and dw_out.dtype != torch.float64
             dw_dtype = torch.float32 if narrow else dw_out.dtype
         need_dw = options.need_dw and given.weight is not None
-        # What is compiled would ask at once for the gradient that is refused.
+        # Compiled code would ask at once for the gradient that is refused.
         with torch.no_grad() if is_dynamo_compiling() else nullcontext():
             dx, dw, third = self.backward_operator(
-                *(given.dy, given.x, given.rstd, given.weight, given.dresidual),
-                *(dw_dtype, options.weight_offset, options.need_dx, need_dw),
+                given.dy,
+                given.x,
+                given.rstd,
+                given.weight,
+                given.dresidual,
+                dw_dtype,
+                options.weight_offset,
+                options.need_dx,
+                need_dw,
                 *((self.package,) if given.mean is None else (self.package, given.mean)),
             )
         if dw_out is not None:
@@ -115,7 +122,8 @@ class NormOperators:
 
 
 def implementation_of_backward(served: Served[Any]) -> Implementation:
-    """Of the operator of a norm's backward. served: what serves a package's calls of it."""
+    """Return the implementation of the operator of a norm's backward. served: finds what serves a
+    package's calls of it."""
     known = served.known  # asked at once, without a call
 
     def run(
@@ -163,7 +171,7 @@ def fake_backward(
     package: str,
     mean: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """What the results of a norm's backward look like, whatever the package."""
+    """Return results of the shapes and dtypes of a norm's backward, whatever the package."""
     dx, dw, third = (x.new_empty(0) for _ in range(3))
     if need_dx:
         dx = x.new_empty(x.shape)
@@ -176,13 +184,13 @@ def fake_backward(
 
 
 def statistic_like(x: torch.Tensor) -> torch.Tensor:
-    """What a forward saves of every row, such as rstd, of any content."""
+    """Return a tensor for what a forward saves of every row, such as rstd, of any content."""
     return x.new_empty((*x.shape[:-1], 1), dtype=wide_dtype(x))
 
 
 class Operators(NormOperators):
-    """The same of RMSNorm. forward(x, weight, eps, weight_offset, residual) gives (y, rstd[,
-    residual_out]), and may not call an operator either."""
+    """The server of RMSNorm's operators for one package. forward(x, weight, eps, weight_offset,
+    residual) gives (y, rstd[, residual_out]), and may not call an operator either."""
 
     layer = "RMSNorm"
     aten = ("_fused_rms_norm", "_fused_rms_norm_backward")

@@ -1,4 +1,5 @@
-"""What the packages of all norms have: `install()`, graphs, and what they know about themselves."""
+"""The functions that the packages of all norms have: `install()`, graphs, and what they know about
+themselves."""
 
 from __future__ import annotations
 
@@ -51,8 +52,8 @@ class NormPackage(Server):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """By reference, so that functions, and what keeps one, can be pickled. Raises PicklingError
-        where no module has them."""
+        """Pickle a reference to the module, so that functions, and what keeps one, can be pickled.
+        Raises PicklingError where no module has them."""
         module = getattr(self, self._layer).__module__
         if _package_of(module) is not self:
             raise PicklingError(f"no module has the functions of {self.name or self.folder}")
@@ -60,11 +61,11 @@ class NormPackage(Server):
 
     @property
     def folder(self) -> Path:
-        """Of the package for the GPU that this process uses."""
+        """The folder of the package for the GPU that this process uses."""
         return self._source(None).folder
 
     def _serve(self, given: Arguments, options: Options) -> Results:
-        """Any call: through an operator if a mode or a tracer is active, else directly."""
+        """Serve any call: through an operator if a mode or a tracer is active, else directly."""
         return self.ops.serve(self._run, given, options)
 
     def graph_pass(
@@ -128,8 +129,8 @@ class NormPackage(Server):
         offset: bool = False,
         residual: str | torch.dtype | None = None,
     ) -> dict[str, Any]:
-        """Which kernel serves M contiguous, aligned rows of N columns on this package's GPU, and
-        why. Needs no GPU.
+        """Say which kernel serves M contiguous, aligned rows of N columns on this package's GPU,
+        and why. Needs no GPU.
 
         Args:
             M: rows, at least 1.
@@ -191,5 +192,5 @@ class NormPackage(Server):
 
 
 def _package_of(module: str) -> Any:
-    """Whose functions a module has; None for a module without."""
+    """Return the package whose functions a module has; None for a module without."""
     return getattr(getattr(import_module(module), "explain", None), "__self__", None)

@@ -1,5 +1,5 @@
-"""`patch`: the norms of a model that has a class of its own for them, as Hugging Face's have, or
-PyTorch's.
+"""`patch` serves the norms of a model that has a class of its own for them, as Hugging Face's have,
+or PyTorch's.
 
 A patched module becomes an instance of a subclass of its class. Weights, names, state dicts, hooks
 and `isinstance` stay as they are, also of models on the meta device.
@@ -31,7 +31,7 @@ from .tried import (
 
 CASTINGS = ("llama", "gemma", "torch")
 _ORIGINAL, _SERVED = "_normforge_original", "_normforge_served"
-REMADE = "_normforge_remade"  # of a ModuleForward: what makes it again out of a pickle
+REMADE = "_normforge_remade"  # attribute of what makes a ModuleForward out of a pickle
 _LIBRARY = Path(__file__).parent.parent
 ALREADY = "a package serves it already"
 _log = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ def replace_forwards(
         if "forward" not in vars(module):
             key = what_tells(module)
             if key not in known:
-                # With real tensors, whatever the model is built under.
+                # Try with real tensors, whatever the model is built under.
                 with torch.no_grad(), disable_modes(), torch.device("cpu"):
                     known[key] = forward_for(module)
             found = known[key]
@@ -161,12 +161,13 @@ def unpatch(model: torch.nn.Module, norm: str = "RMSNorm") -> list[str]:
 
 
 def is_served(module: torch.nn.Module, norm: str) -> bool:
-    """Whether `replace_forwards` gave a module, or what its class was made of, another forward."""
+    """Return True if `replace_forwards` gave a module, or what its class was made of, another
+    forward."""
     return getattr(type(module), _SERVED, None) == norm
 
 
 def original_forward(module: torch.nn.Module, *given: Any) -> Any:
-    """What the forward of such a module computed before."""
+    """Compute what the forward of such a module computed before."""
     return getattr(type(module), _ORIGINAL).forward(module, *given)
 
 
@@ -180,7 +181,7 @@ def _free(model: torch.nn.Module, norm: str) -> list[str]:
     freed = []
     for name, module in model.named_modules():
         kind = type(module)
-        # Not what is inherited: the class may be another one's, made of a patched one.
+        # An inherited mark does not count: the class may be made of a patched one.
         if vars(kind).get(_SERVED) == norm:
             module.__class__ = vars(kind)[_ORIGINAL]
             freed.append(name)
@@ -195,7 +196,7 @@ def _looks_like_one(module: Any) -> bool:
         return False
     if not any(hasattr(module, name) for name in EPS_NAMES):
         return False
-    if isinstance(eps_of(module), torch.Tensor):  # which may change, and has a number on the CPU
+    if isinstance(eps_of(module), torch.Tensor):  # it may change, and has a number on the CPU
         return False
     return len(inspect.signature(module.forward).parameters) == 1
 

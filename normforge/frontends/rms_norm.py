@@ -53,7 +53,7 @@ class Norm:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """By reference, as a package."""
+        """Pickle a reference to the package."""
         return getattr, (self._server, "_norm")
 
     @overload
@@ -96,8 +96,8 @@ class Norm:
         out_dtype: torch.dtype | None = None,
         residual_dtype: torch.dtype | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """y = x * rstd * (weight + weight_offset) + bias with rstd = 1 / sqrt(mean(x^2) + eps) of
-        each row, differentiable in x, weight, bias and residual.
+        """Compute y = x * rstd * (weight + weight_offset) + bias with rstd = 1 / sqrt(mean(x^2) +
+        eps) of each row, differentiable in x, weight, bias and residual.
 
         Works under torch.compile, torch.utils.checkpoint, autocast (which changes nothing here),
         inference mode and CUDA graphs, and with DTensor. Second derivatives (create_graph=True),
@@ -169,13 +169,13 @@ class Norm:
         return self.rms_norm(x, weight, eps, weight_offset=weight_offset, residual=residual)
 
     def add_bias(self, results: Any, bias: torch.Tensor, weight: torch.Tensor | None) -> Any:
-        """Results of `rms_norm` with a bias added to y."""
+        """Return results of `rms_norm` with a bias added to y."""
         if self._invariant:
             raise ValueError(NO_INVARIANT_BIAS)
         return add_bias(results, bias, weight)
 
     def forwards(self) -> tuple[Forward, ...]:
-        """Those that serve this norm, and others that were asked of it."""
+        """The forwards that serve this norm, and others that were asked of it."""
         return (self.forward,)
 
     def matching(self, name: str) -> Norm:
@@ -187,7 +187,7 @@ class Norm:
         )
 
     def _watched(self, x: Any, weight: Any, eps: Any, offset: float, residual: Any) -> Any:
-        """`rms_norm` when a tracer, a mode, a transform or a tensor subclass is active."""
+        """Compute `rms_norm` when a tracer, a mode, a transform or a tensor subclass is active."""
         run: Any = self._operator
         check_scale(weight)
         eps = float_of(eps)
@@ -195,13 +195,13 @@ class Norm:
             return foreign_norm(x, weight, eps, offset, residual)
         if not is_dynamo_compiling() and (transforms_active() or tracing() is not None):
             run, weight = norm_formula, served_dtype(weight, x)
-            if tracing() is None:  # which would keep the questions as if they were constants
+            if tracing() is None:  # a tracer would keep the questions as constants
                 check_forward(x, weight, residual)
         y, _, *stream = run(x, weight, eps, offset, residual)
         return (y, *stream) if stream else y
 
     def _operator(self, x: Any, weight: Any, eps: Any, offset: float, residual: Any) -> Any:
-        """y, rstd and, with a residual, the sum, by an operator."""
+        """Return y, rstd and, with a residual, the sum, by an operator."""
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
         weight = served_dtype(weight, x)
@@ -221,7 +221,7 @@ class Norm:
         weight_offset: float = 0.0,
         residual: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """(y, rstd) for `rmsnorm_backward`, or (y, rstd, h) with a residual.
+        """Return (y, rstd) for `rmsnorm_backward`, or (y, rstd, h) with a residual.
 
         Arguments, y and h = x + residual are as in `rms_norm`. rstd is fp32 (float64 for float64
         rows), with shape x.shape[:-1] + (1,). It is not differentiable; y and h are. Raises
@@ -250,7 +250,7 @@ class Norm:
         need_dx: bool,
         need_dw: bool,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """dx and dw of an autograd node, in Python or in C++."""
+        """Return dx and dw of an autograd node, in Python or in C++."""
         seen = is_watched(dy)
         usual = not weight_offset and (eps is None or eps >= SMALLEST_EPS)
         if need_dx and need_dw and weight is not None and not seen and usual:
@@ -264,7 +264,7 @@ class Norm:
     def gradients_of_sum(
         self, ctx: Any, dy: torch.Tensor | None, dstream: torch.Tensor | None
     ) -> tuple[Any, ...]:
-        """Gradients of x, residual and weight of a node of x + residual."""
+        """Return the gradients of x, residual and weight of a node of x + residual."""
         seen = is_watched(dy, dstream)
         run = self.operators.backward if seen else self.run
         return gradients_of_sum(run, ctx, ctx.needs_input_grad[1:4], dy, dstream, seen)

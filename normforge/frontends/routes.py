@@ -1,4 +1,4 @@
-"""How one node of a norm in an FX graph becomes a call of a package's operator."""
+"""Turns one node of a norm in an FX graph into a call of a package's operator."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from ..serve.options import SMALLEST_EPS
 from .graph_values import fake_value
 
 MARK = "compile_with_inductor"
-"""What torch.fx.passes.regional_inductor looks for in a node's meta."""
+"""The key that torch.fx.passes.regional_inductor looks for in a node's meta."""
 
 INPUTS = "eager_input_vals"
-"""Where AOTAutograd keeps the arguments of a node, whose layouts Inductor then keeps."""
+"""The key under which AOTAutograd keeps the arguments of a node, whose layouts Inductor then
+keeps."""
 
 
 def getitems(node: Node) -> list[Node]:
@@ -37,7 +38,8 @@ def arguments_of(node: Node) -> dict[str, Any]:
 
 
 def takes(x: Any, weight: Any, normalized_shape: Any) -> bool:
-    """Whether the package's operators take these: one normalised dimension, dtypes they know."""
+    """Return True if the package's operators take these: one normalised dimension, dtypes they
+    know."""
     if len(normalized_shape) != 1:
         return False
     if not isinstance(weight, Node) or not isinstance(x, Node):
@@ -47,12 +49,13 @@ def takes(x: Any, weight: Any, normalized_shape: Any) -> bool:
 
 
 def is_tiny(eps: Any) -> bool:
-    """Whether the backward of a norm with this eps is not for kernels: see SMALLEST_EPS."""
+    """Return True if the backward of a norm with this eps is not for kernels: see SMALLEST_EPS."""
     return isinstance(eps, float | int) and not isinstance(eps, bool) and eps < SMALLEST_EPS
 
 
 def of_tiny_eps(rstd: Any) -> bool:
-    """Whether a graph shows that an rstd is of such a norm. It does if it has the forward."""
+    """Return True if a graph shows that an rstd is of such a norm. It does if it has the
+    forward."""
     if not isinstance(rstd, Node) or rstd.target is not operator.getitem:
         return False
     forward: Any = rstd.args[0]
@@ -104,8 +107,8 @@ def replace_node(
 
 
 Routes = Mapping[str, Callable[[Node, Any], bool]]
-"""By the names of PyTorch's operators: replaces a node by a call of one of the operators of a
-package, or says that it is left alone."""
+"""Functions by the names of PyTorch's operators. Each replaces a node by a call of one of the
+operators of a package, or says that it is left alone."""
 
 RMS_NORM_ROUTES: Routes = {
     "aten::_fused_rms_norm": _route_norm,

@@ -1,4 +1,5 @@
-"""What a module computes, tried on a few rows on the CPU: results, gradients and dtypes."""
+"""Finds out what a module computes, by trying a few rows on the CPU: results, gradients and
+dtypes."""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ _OF_ALL_MODULES = frozenset(vars(torch.nn.Module()))
 _PLAIN = (bool, int, float, str, torch.Size, torch.dtype, type(None))
 EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
 UNTRIED = "untried"
-"""Instead of a formula: the module computes nothing on the CPU."""
+"""A value in the place of a formula: the module computes nothing on the CPU."""
 
 
 def is_called_so(norm: str, module: Any) -> bool:
-    """Whether a module is one of PyTorch's class of this name, or its class is called a norm."""
+    """Return True if a module is of PyTorch's class of this name, or its class is called a norm."""
     return type(module).__name__.lower().endswith("norm") or isinstance(
         module, getattr(torch.nn, norm)
     )
@@ -60,7 +61,7 @@ def rows_to_try(width: int) -> list[torch.Tensor]:
 
 def with_parameters(module: Any, parameters: Parameters) -> Callable[..., Any]:
     """The forward of a module that had these parameters."""
-    # Without hooks and parameters, and without a call of __new__: that of FSDP makes a new module.
+    # The copy has no hooks or parameters, and calls no __new__: FSDP's makes a new module.
     alike = object.__new__(type(module))
     alike.__dict__ |= vars(module)
     alike.__dict__["_parameters"] = dict(parameters)
@@ -96,9 +97,9 @@ def try_training(module: Any, parameters: Parameters, x: torch.Tensor) -> Result
 
 
 def results_of(norm: Callable[..., Any], x: torch.Tensor, *scales: torch.Tensor) -> Results:
-    """y, and the gradients of x and the scales for a dy that is not the same everywhere; None for
-    each that does not take part. y alone where there is no backward, as in norms for inference, and
-    nothing where it is no tensor."""
+    """Return y, and the gradients of x and the scales for a dy that is not the same everywhere;
+    None for each that does not take part. y alone where there is no backward, as in norms for
+    inference, and nothing where it is no tensor."""
     with torch.inference_mode(False), torch.enable_grad():
         leaves = [given.clone().requires_grad_() for given in (x, *scales)]
         y = norm(leaves[0] * 1, *leaves[1:])  # no leaf, because some norms write to it
@@ -112,7 +113,8 @@ def results_of(norm: Callable[..., Any], x: torch.Tensor, *scales: torch.Tensor)
 
 
 def are_close(found: Results | None, wanted: Results, x: torch.Tensor) -> bool:
-    """Whether y and the gradients, if any, are what was wanted, up to rounding, for these rows."""
+    """Return True if y and the gradients, if any, are what was wanted, up to rounding, for these
+    rows."""
     if found is None or len(found) not in (1, len(wanted)):
         return False
     for index, (one, other) in enumerate(zip(found, wanted, strict=False)):
@@ -128,7 +130,7 @@ def are_close(found: Results | None, wanted: Results, x: torch.Tensor) -> bool:
 
 
 def formula_of(module: Any) -> str | None:
-    """Whether a norm adds 1 to its weight ("gemma") or not ("torch"), by its results and its
+    """Return "gemma" if a norm adds 1 to its weight, "torch" if not, by its results and its
     gradients; None when it computes anything else."""
     width, eps = len(module.weight), eps_of(module)
     eps = torch.finfo(torch.float32).eps if eps is None else eps
@@ -136,7 +138,7 @@ def formula_of(module: Any) -> str | None:
     fitting, untried = ["torch", "gemma"], False
     for x in rows_to_try(width):
         found = try_training(module, scales, x)
-        untried |= found is None  # which may be because it takes four dimensions for an image's
+        untried |= found is None  # it may take four dimensions for an image's
         for formula in list(fitting if found is not None else ()):
             offset = float(formula == "gemma")
 
@@ -152,9 +154,9 @@ def formula_of(module: Any) -> str | None:
 
 
 def with_its_dtype(module: Any, formula: str) -> str | None:
-    """How a norm with this formula is served so that its results keep their dtype: as it is where
-    that is x's; as "widening" where "torch" gives what x and the weight promote to, as "weight's"
-    where it gives the weight's; else None."""
+    """Return how a norm with this formula is served so that its results keep their dtype: as it is
+    where that is x's; as "widening" where "torch" gives what x and the weight promote to, as
+    "weight's" where it gives the weight's; else None."""
     width = len(module.weight)
     given = dtypes_of_results(module, {"weight": evenly(-1, 2, width)}, width)
     rules: dict[str, Callable[[torch.dtype, torch.dtype], torch.dtype]] = {
@@ -169,7 +171,7 @@ def with_its_dtype(module: Any, formula: str) -> str | None:
 
 
 def is_layer_norm(module: Any) -> bool:
-    """Whether a module computes what torch.nn.LayerNorm does, over one dimension."""
+    """Return True if a module computes what torch.nn.LayerNorm does, over one dimension."""
     kind = type(module)
     if not isinstance(module, torch.nn.LayerNorm):
         return False

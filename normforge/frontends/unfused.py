@@ -11,8 +11,8 @@ from ..serve.checks import FLOATS
 
 
 def add_bias(results: Any, bias: torch.Tensor, weight: torch.Tensor | None) -> Any:
-    """y or (y, h) with a bias added to y. Raises TypeError or ValueError for one that does not fit
-    the weight and y."""
+    """Return y or (y, h) with a bias added to y. Raises TypeError or ValueError for one that does
+    not fit the weight and y."""
     y, *stream = results if isinstance(results, tuple) else (results,)
     if isinstance(y, torch.Tensor):  # torch.fx traces with objects that are none
         shape = y.shape[-1:] if weight is None else weight.shape
@@ -33,8 +33,9 @@ def widened(
     out_dtype: torch.dtype | None,
     residual_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """x and the residual in dtypes that hold the results. What is no tensor of such a dtype stays
-    as it is: the norm refuses it. Raises TypeError or ValueError for a dtype that cannot be had."""
+    """Return x and the residual in dtypes that hold the results. What is no tensor of such a dtype
+    stays as it is: the norm refuses it. Raises TypeError or ValueError for a dtype that cannot be
+    had."""
     for name, dtype in (("out_dtype", out_dtype), ("residual_dtype", residual_dtype)):
         if dtype is not None and dtype not in FLOATS:
             known = ", ".join(map(str, FLOATS))
@@ -61,7 +62,7 @@ def _wide(tensor: Any, dtype: torch.dtype) -> Any:
 
 
 def with_dtype(results: Any, out_dtype: torch.dtype | None) -> Any:
-    """y or (y, h) with y rounded to a dtype."""
+    """Return y or (y, h) with y rounded to a dtype."""
     if out_dtype is None:
         return results
     if isinstance(results, tuple):

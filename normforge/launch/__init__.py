@@ -1,1 +1,1 @@
-"""From a cubin to a launch: driver, arguments, workspace."""
+"""Launches a cubin: driver, arguments, workspace."""

@@ -20,7 +20,7 @@ from .workspace import StreamWorkspace
 
 
 class Binding(NamedTuple):
-    """What the launches of one signature on one stream are made of.
+    """The parts of the launches of one signature on one stream.
 
     workspace, lock: where launches share them, else None. scratch: the workspace's address that
     `values`, the block of arguments, has; when the workspace has another one now, the binding is

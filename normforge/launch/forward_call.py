@@ -38,7 +38,7 @@ ForwardCall = Callable[
 _ARGUMENTS = struct.Struct("@6Q2f4qiI")
 pack_changing = struct.Struct("@6Q2f").pack_into
 _EPS = torch.finfo(torch.float32).eps
-"""What PyTorch takes when no eps is given, for bf16 and fp16 rows as well."""
+"""The eps that PyTorch takes when none is given, for bf16 and fp16 rows as well."""
 
 
 class ForwardExtent(NamedTuple):
@@ -61,7 +61,7 @@ def pack_arguments(extent: ForwardExtent) -> bytes:
 
 
 class ForwardFacts(NamedTuple):
-    """What the calls of one signature have in common, for who launches the same in another way.
+    """The common facts of the calls of one signature, for who launches the same in another way.
     dtypes: of x and the weight."""
 
     kernel: LoadedKernel
@@ -72,8 +72,9 @@ class ForwardFacts(NamedTuple):
 
 
 class Bindings(dict[int, tuple[Any, ...]]):
-    """By stream, made when it is first asked for: the arguments of one signature, guarded by a lock
-    because the driver has copied them when a launch returns, and the launch configuration."""
+    """The bindings of one signature by stream, each made when it is first asked for: the arguments,
+    guarded by a lock because the driver has copied them when a launch returns, and the launch
+    configuration."""
 
     def __init__(
         self, kernel: LoadedKernel, device: int, with_residual: bool, extent: ForwardExtent

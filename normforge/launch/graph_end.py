@@ -45,8 +45,8 @@ class GraphEnd:
             checked(retained, "giving a user object to", _NAME)
 
     def reached(self) -> bool:
-        """Whether the graph is gone and none of its launches is running. True once; discard this
-        object then."""
+        """Return True if the graph is gone and none of its launches is running. It does so once;
+        discard this object then."""
         if self._try_wait(ctypes.c_void_p(self._semaphore)) != 0:
             return False
         _unused.append(self._semaphore)

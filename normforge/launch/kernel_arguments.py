@@ -21,8 +21,8 @@ from .row_layout import RowLayout, gap_factor
 SUM_ARGUMENTS = struct.Struct("@2Q4i")
 
 DW_IN_WEIGHT_DTYPE, DW_IN_FP32, DW_ADDED = 0, 1, 2
-"""What a kernel does with sums over rows: rounds them to the weight's dtype, stores them as fp32,
-or adds them to the fp32 numbers that are there."""
+"""The ways in which a kernel stores sums over rows: it rounds them to the weight's dtype, stores
+them as fp32, or adds them to the fp32 numbers that are there."""
 
 
 class Extent(NamedTuple):
@@ -46,7 +46,7 @@ class Extent(NamedTuple):
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """In the order in which the kernel takes them, but for the numbers."""
+        """Return the values in the order in which the kernel takes them, but for the numbers."""
         return (self.rows, *self.strides, *self.gaps, *self[3:-1])
 
 
@@ -98,7 +98,7 @@ class ArgumentLayout:
         places = {name: 8 * i for i, name in enumerate(names)}
         self.places = places | {t.name: at for t, at in zip(behind, self.behind_at, strict=True)}
         self.workspace_at = tuple(8 * (len(leading) + i) for i in range(3))
-        """Of counters, zeroed words and scratch."""
+        """The offsets of the addresses of counters, zeroed words and scratch."""
         self.scratch_at = (self.workspace_at[2], size)
         # Both kernels read the address of the sums from one place.
         self.parameters = ((0,), ())
@@ -113,7 +113,8 @@ class ArgumentLayout:
             pack_address(block, at, address)
 
     def addresses(self, tensors: Mapping[str, Any]) -> tuple[list[int], list[int]]:
-        """What `pack` takes of tensors by their names; 0 for one that is None or left out."""
+        """Return the addresses that `pack` takes, of tensors by their names; 0 for one that is None
+        or left out."""
 
         def of(tensors_of: tuple[Tensor, ...]) -> list[int]:
             found = (tensors.get(tensor.name) for tensor in tensors_of)

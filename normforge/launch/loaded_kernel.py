@@ -1,4 +1,4 @@
-"""Cubin to loaded kernel: the functions of one variant on each device, and their configurations."""
+"""Loads a cubin: the functions of one variant on each device, and their configurations."""
 
 from __future__ import annotations
 
@@ -92,13 +92,13 @@ class LoadedKernel:
             checked(driver.cuFuncSetAttribute(function, wide, 1), action, spec.name)
 
     def _warn_of_waves(self, main: Any, warn: Callable[[str], None]) -> None:
-        """GPUs of one model differ in how many SMs each of their GPCs has, and a cluster lives in
-        one GPC."""
+        """Warn where not all clusters fit at once. GPUs of one model differ in how many SMs each of
+        their GPCs has, and a cluster lives in one GPC."""
         spec = self.spec
         attributes = [cluster_attribute(spec.cluster)]
         config = configure(spec.cluster, spec.threads, spec.smem_bytes, 0, attributes)
         status, room = cuda_driver().cuOccupancyMaxActiveClusters(main, config)
-        if status == 0 and 0 < room < spec.participants:  # without any, the launch says why
+        if status == 0 and 0 < room < spec.participants:  # with no room at all, the launch says why
             warn(
                 f"{spec.name} runs {spec.participants} clusters of {spec.cluster} CTAs, and this "
                 f"GPU has room for {room} at once: right but slow here, tune for this very GPU"
@@ -112,7 +112,7 @@ class LoadedKernel:
         return configure(grid, spec.threads, spec.smem_bytes, stream, attributes)
 
     def _sum_config(self, grid: int, stream: int) -> Any:
-        """The same of the second kernel of a backward."""
+        """Return the launch configuration of the second kernel of a backward, on a raw stream."""
         attributes = []
         if self.spec.dependent:
             driver = cuda_driver()

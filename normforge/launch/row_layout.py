@@ -1,4 +1,4 @@
-"""Where the rows of a tensor are, and copies whose rows a kernel can read."""
+"""Finds where the rows of a tensor are, and makes copies whose rows a kernel can read."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ..table import MAX_ALIGNMENT
 
 
 def gap_factor(rows: int, heads: int) -> int:
-    """f for which f * row >> 32 is row // heads, for every row below `rows`; 0 where there is none,
-    or no heads. (f * heads exceeds 2^32 by at most `heads`, so the product is off by less than
-    rows * heads, which must stay below 2^32.)"""
+    """Return f for which f * row >> 32 is row // heads, for every row below `rows`; 0 where there
+    is none, or no heads. (f * heads exceeds 2^32 by at most `heads`, so the product is off by less
+    than rows * heads, which must stay below 2^32.)"""
     return (1 << 32) // heads + 1 if heads > 1 and rows * heads < 1 << 32 else 0
 
 
 class RowLayout(NamedTuple):
-    """How the rows of a tensor lie: at `stride` elements from each other, or `inner` of them at
-    `stride` and then a step of `outer` elements (the heads of a packed tensor). inner is 0 for one
+    """The layout of a tensor's rows: they are `stride` elements apart, or `inner` of them are and
+    then comes a step of `outer` elements (the heads of a packed tensor). inner is 0 for one
     stride."""
 
     stride: int
@@ -27,15 +27,16 @@ class RowLayout(NamedTuple):
     outer: int = 0
 
     def in_steps_of(self, inner: int) -> RowLayout | None:
-        """The same rows with another `inner`; None where that is another order of rows."""
+        """Return the layout of the same rows with another `inner`; None where that is another order
+        of rows."""
         if inner == self.inner or inner == 0:
             return self if inner == self.inner else None
         return None if self.inner else RowLayout(self.stride, inner, inner * self.stride)
 
 
 def row_layout(tensor: torch.Tensor) -> RowLayout | None:
-    """Where the rows of (..., N) are, when each is contiguous in itself and two strides describe
-    them; None when that takes a copy. Stride 0 for one row repeated by `expand`."""
+    """Return the layout of the rows of (..., N), when each is contiguous in itself and two strides
+    describe them; None when that takes a copy. Stride 0 is one row repeated by `expand`."""
     N = tensor.shape[-1]
     if N > 1 and tensor.stride(-1) != 1:
         return None

@@ -68,8 +68,8 @@ class Zeros:
         self._returned: dict[int, list[int]] = {}  # addresses by size
 
     def take(self, size: int, capture: Capture | None = None) -> int:
-        """Address of `size` zero bytes on the current device; 0 for none. They are the caller's for
-        good, or until the graph of a capture has come to its end."""
+        """Return the address of `size` zero bytes on the current device; 0 for none. They are the
+        caller's for good, or until the graph of a capture has come to its end."""
         size = round_up(size, LINE)
         if size == 0:
             return 0
@@ -85,7 +85,7 @@ class Zeros:
         return address
 
     def _take_back(self) -> None:
-        """What belonged to graphs that are gone."""
+        """Take back what belonged to graphs that are gone."""
         for capture in [id for id, (end, _) in self._lent.items() if end.reached()]:
             for address, size in self._lent.pop(capture)[1]:
                 self._returned.setdefault(size, []).append(address)
@@ -119,7 +119,8 @@ def _zeroed_slab(size: int) -> int:
 
 
 def _allocated(allocate: Callable[[], tuple[Any, ...]], size: int) -> Any:
-    """What a driver call allocates; once more when PyTorch may hold the missing memory unused."""
+    """Return what a driver call allocates. It is called once more when PyTorch may hold the missing
+    memory unused."""
     action = f"allocating {size} bytes for"
     try:
         return checked(allocate(), action, _NAME)
@@ -139,7 +140,7 @@ def _capture_of(stream: int) -> Capture | None:
 
 
 class StreamWorkspace:
-    """What the eager calls of a package on one stream share.
+    """The memory that the eager calls of a package on one stream share.
 
     Hold `lock` from `fit` to the last launch of a call: a second thread on the same stream must
     not launch between the two kernels of one call, nor see a block that is being replaced.
@@ -164,7 +165,7 @@ class StreamWorkspace:
         with during_capture(_NAME):
             old, self.scratch, self.scratch_words = self.scratch, 0, 0
             if old:
-                # In stream order: kernels launched before still use it, and none after.
+                # Free it in stream order: kernels launched before still use it, and none after.
                 checked(driver.cuMemFreeAsync(old, self._stream), "freeing", _NAME)
             size = words * 4
             block = _allocated(lambda: driver.cuMemAllocAsync(size, self._stream), size)
@@ -184,7 +185,8 @@ class Workspaces:
         return self._zeros.get(device) or self._zeros.setdefault(device, Zeros())
 
     def of_capture(self, device: int, stream: int, size: int) -> int:
-        """Address of `size` zero bytes for a call that a raw stream of a device captures."""
+        """Return the address of `size` zero bytes for a call that a raw stream of a device
+        captures."""
         capture = _capture_of(stream) if size else None
         if capture is None or size < SHARED_FROM:
             return self.zeros(device).take(size, capture)
@@ -195,7 +197,7 @@ class Workspaces:
         return known[1]
 
     def of_stream(self, device: int, stream: int) -> StreamWorkspace:
-        """What eager calls on a raw stream of a device share."""
+        """Return the workspace that eager calls on a raw stream of a device share."""
         # The handle of the per-thread default stream names another stream in every thread.
         thread = threading.get_ident() if stream == PER_THREAD else 0
         found = self._streams.get((device, stream, thread))

@@ -132,7 +132,7 @@ def _compiler() -> list[str]:
 
 
 def _arguments() -> list[str]:
-    """What the compiler needs to know of Python and PyTorch."""
+    """Return the compiler's arguments for Python and PyTorch."""
     python = Path(sysconfig.get_paths()["include"])
     for folder, file, advice in (
         (python, "Python.h", "install the development files of Python (python3-dev)"),
@@ -144,9 +144,17 @@ def _arguments() -> list[str]:
     if torch.version.cuda is not None:
         libraries.append("torch_cuda")
     return [
-        *("-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", *_defines()),
-        *("-isystem", str(_TORCH / "include"), "-isystem", str(python)),
-        *(f"-L{_TORCH / 'lib'}", *(f"-l{name}" for name in libraries)),
+        "-std=c++20",
+        "-shared",
+        "-fPIC",
+        "-fvisibility=hidden",
+        *_defines(),
+        "-isystem",
+        str(_TORCH / "include"),
+        "-isystem",
+        str(python),
+        f"-L{_TORCH / 'lib'}",
+        *(f"-l{name}" for name in libraries),
     ]
 
 
@@ -160,7 +168,7 @@ def _defines() -> list[str]:
 
 
 def _cache() -> Path:
-    """TORCH_EXTENSIONS_DIR, or where PyTorch keeps extensions by default."""
+    """Return TORCH_EXTENSIONS_DIR, or where PyTorch keeps extensions by default."""
     root = os.environ.get("TORCH_EXTENSIONS_DIR")
     if root is None:
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

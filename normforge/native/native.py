@@ -87,7 +87,7 @@ def _calls_of(store: Any) -> Iterator[tuple[Called, int]]:
 
 
 def _driver_addresses() -> tuple[int, ...]:
-    """Of what native.h's Driver has, in its order."""
+    """Return the addresses of the functions in native.h's Driver, in its order."""
     if torch.version.cuda is None:
         raise RuntimeError(
             f"use_native() needs CUDA, and PyTorch {torch.__version__} is built without it: go on "

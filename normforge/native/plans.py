@@ -1,4 +1,4 @@
-"""What the C++ fast path knows of calls: a plan for each kind and stream, described by Python.
+"""Describes calls to the C++ fast path: a plan for each kind and stream.
 
 Why a native launch is ordered with all others of its stream:
 - Its workspaces are its own, one per stream and package, and one lock of that stream spans both
@@ -46,7 +46,7 @@ _kept: list[Any] = []
 
 
 class _Key(NamedTuple):
-    """What C++ knows a plan by."""
+    """The key by which C++ knows a plan."""
 
     kind: int
     device: int
@@ -58,7 +58,7 @@ class _Key(NamedTuple):
 
 
 def keep(of_cpp: Any) -> None:
-    """What C++ has addresses of, for the life of the process."""
+    """Keep what C++ has addresses of, for the life of the process."""
     _kept.append(of_cpp)
 
 
@@ -85,7 +85,8 @@ class Plans:
                 self._add(call, key)
 
     def learn_forward(self, call: Any) -> None:
-        """The same of a forward. call: what its call cache has."""
+        """Let later calls of a forward like this one be served natively. call: what its call cache
+        has."""
         facts = getattr(call, "facts", None)
         if facts is None:
             return
@@ -104,7 +105,7 @@ class Plans:
         if current_device() != device:
             return None
         stream = raw_stream(device)
-        known = (kind, device, stream, *signature)  # as _Key, which takes longer to make
+        known = (kind, device, stream, *signature)  # a plain tuple, as a _Key takes longer to make
         if known in self._seen or len(self._seen) >= _MOST_PLANS:
             return None
         if stream == PER_THREAD or is_capturing():

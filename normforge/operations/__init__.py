@@ -37,7 +37,7 @@ OPERATIONS: dict[str, RowOperation] = {
         *GATED_FORWARDS.values(),
     )
 }
-"""By name; `register` adds a user's own."""
+"""All operations by name; `register` adds a user's own."""
 
 
 def register(operation: RowOperation) -> None:

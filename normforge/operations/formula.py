@@ -15,7 +15,7 @@ from .signature import Signature
 
 
 def wide_dtype(x: torch.Tensor) -> torch.dtype:
-    """What is computed in, and what a forward saves of every row."""
+    """Return the dtype that is computed in, and that a forward saves of every row."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     import torch
 
 EPS = 1e-6
-"""Of the forward that makes inputs for tuning and for tests."""
+"""The eps of the forward that makes inputs for tuning and for tests."""
 
 Gate = Callable[["torch.Tensor"], "tuple[torch.Tensor, tuple[torch.Tensor, ...]]"]
-"""act(z), and the terms of act'(z)."""
+"""A function that gives act(z), and the terms of act'(z)."""
 
 
 def _silu(z: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
@@ -37,7 +37,7 @@ ACTIVATIONS: dict[str, Gate] = {"silu": _silu, "sigmoid": _sigmoid}
 
 
 def _norm_terms(x: Any, dy: Any, weight: Any, eps: float) -> tuple[Any, tuple[Any, Any]]:
-    """xhat, and the terms of the gradient of x, of y = xhat * w."""
+    """Return xhat, and the terms of the gradient of x, of y = xhat * w."""
     rstd = (x.square().mean(-1, keepdim=True) + eps).rsqrt()
     normalized, weighted = x * rstd, dy * weight
     along = normalized * (weighted * normalized).mean(-1, keepdim=True)
@@ -52,8 +52,9 @@ def norm_first_terms(
     weight: torch.Tensor | float,
     eps: float,
 ) -> Terms:
-    """With g = dy * act(z) and xhat = x * rstd, dx = rstd * (w * g - xhat * mean(xhat * w * g)),
-    dz = dy * xhat * w * act'(z), dw = sum over rows of g * xhat."""
+    """Return the terms of the gradients of act(z) * norm(x). With g = dy * act(z) and xhat = x *
+    rstd, dx = rstd * (w * g - xhat * mean(xhat * w * g)), dz = dy * xhat * w * act'(z), dw = sum
+    over rows of g * xhat."""
     value, slopes = gate(z)
     normalized, dx = _norm_terms(x, dy * value, weight, eps)
     dz = tuple(dy * normalized * weight * slope for slope in slopes)
@@ -68,8 +69,9 @@ def gate_first_terms(
     weight: torch.Tensor | float,
     eps: float,
 ) -> Terms:
-    """With u = x * act(z), uhat = u * rstd and du = rstd * (w * dy - uhat * mean(uhat * w * dy)),
-    dx = du * act(z), dz = du * x * act'(z), dw = sum over rows of dy * uhat."""
+    """Return the terms of the gradients of norm(x * act(z)). With u = x * act(z), uhat = u * rstd
+    and du = rstd * (w * dy - uhat * mean(uhat * w * dy)), dx = du * act(z), dz = du * x * act'(z),
+    dw = sum over rows of dy * uhat."""
     value, slopes = gate(z)
     normalized, du = _norm_terms(x * value, dy, weight, eps)
     dz = tuple(term * x * slope for term in du for slope in slopes)
@@ -84,7 +86,7 @@ def gated_rmsnorm(
     activation: str,
     norm_before_gate: bool,
 ) -> torch.Tensor:
-    """y in the dtype of the arguments, which is that of the arithmetic. Differentiable."""
+    """Return y in the dtype of the arguments, which is that of the arithmetic. Differentiable."""
     value, _ = ACTIVATIONS[activation](z)
     rows = x if norm_before_gate else x * value
     y = rows * (rows.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
@@ -124,4 +126,4 @@ GATED_BACKWARDS: dict[tuple[str, bool], RowOperation] = {
     for norm_before_gate in (True, False)
     for activation in ACTIVATIONS
 }
-"""By the activation, and by whether the norm comes before the gate."""
+"""The operations by the activation, and by whether the norm comes before the gate."""

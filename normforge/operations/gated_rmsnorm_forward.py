@@ -40,4 +40,4 @@ GATED_FORWARDS: dict[tuple[str, bool], RowOperation] = {
     for norm_before_gate in (True, False)
     for activation in ACTIVATIONS
 }
-"""By the activation, and by whether the norm comes before the gate."""
+"""The operations by the activation, and by whether the norm comes before the gate."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 EPS = 1e-5
-"""Of the forward that makes inputs for tuning and for tests."""
+"""The eps of the forward that makes inputs for tuning and for tests."""
 
 
 def terms(
@@ -22,8 +22,8 @@ def terms(
     weight: torch.Tensor | float,
     mean: torch.Tensor,
 ) -> Terms:
-    """dx = rstd * (w * dy - mean(w * dy) - xhat * mean(xhat * w * dy)), dgamma = sum over rows of
-    dy * xhat, dbeta = sum over rows of dy, with xhat = (x - mean) * rstd."""
+    """Return the terms of dx = rstd * (w * dy - mean(w * dy) - xhat * mean(xhat * w * dy)), dgamma
+    = sum over rows of dy * xhat, dbeta = sum over rows of dy, with xhat = (x - mean) * rstd."""
     normalized = (x - mean) * rstd
     weighted = dy * weight
     along = normalized * (weighted * normalized).mean(-1, keepdim=True)
@@ -35,7 +35,7 @@ def terms(
 
 
 def forward(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """y = xhat * w without a bias, and what the backward needs."""
+    """Return y = xhat * w without a bias, and what the backward needs."""
     mean = x.mean(-1, keepdim=True)
     rstd = ((x - mean).square().mean(-1, keepdim=True) + EPS).rsqrt()
     y = (x - mean) * rstd * weight

@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     import torch
 
 EPS = 1e-6
-"""Of the forward that makes inputs for tuning and for tests."""
+"""The eps of the forward that makes inputs for tuning and for tests."""
 
 
 def terms(
     x: torch.Tensor, dy: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor | float
 ) -> Terms:
-    """dx = rstd * (w * dy - xhat * mean(xhat * w * dy)), dw = sum over rows of dy * xhat, with
-    xhat = x * rstd."""
+    """Return the terms of dx = rstd * (w * dy - xhat * mean(xhat * w * dy)), dw = sum over rows of
+    dy * xhat, with xhat = x * rstd."""
     normalized = x * rstd
     weighted = dy * weight
     along = normalized * (weighted * normalized).mean(-1, keepdim=True)
@@ -26,7 +26,7 @@ def terms(
 
 
 def forward(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """y = xhat * w, and what the backward needs."""
+    """Return y = xhat * w, and what the backward needs."""
     rstd = (x.square().mean(-1, keepdim=True) + EPS).rsqrt()
     return x * rstd * weight, {"x": x, "rstd": rstd, "weight": weight}
 
@@ -42,7 +42,9 @@ RMSNORM_BACKWARD = RowOperation(
         sums("dw"),
         added_rows("dresidual", option="residual", note="added to dx"),
         copied_rows(
-            *("dresidual_out", "dx", "residual"),
+            "dresidual_out",
+            "dx",
+            "residual",
             note="dx in the residual's dtype, if that differs from dx's",
         ),
         summed=True,

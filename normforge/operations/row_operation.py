@@ -1,4 +1,4 @@
-"""What a row kernel computes: its signature and its mathematics in PyTorch."""
+"""The description of what a row kernel computes: its signature and its mathematics in PyTorch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 from .signature import Signature
 
 Terms = Mapping[str, tuple[Any, ...]]
-"""By output: of rows, the terms whose sum it is; of sums, what is added up over the rows, one
-tensor for every sum of a column."""
+"""The terms of the outputs by name: of rows, the terms whose sum it is; of sums, what is added up
+over the rows, one tensor for every sum of a column."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class RowOperation:
 
     @property
     def function(self) -> str:
-        """What users call: the name without `_backward`."""
+        """The name of the function that users call: the operation's without `_backward`."""
         return self.name.removesuffix("_backward")
 
 

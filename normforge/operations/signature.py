@@ -1,4 +1,4 @@
-"""What a kernel over rows reads and writes: every tensor of an operation, named once.
+"""The signature of a kernel over rows: every tensor that it reads and writes, named once.
 
 A signature lists tensors in the order in which the kernels take their addresses. The kernels'
 arguments, what packs them on the host, allocation, the emulator's buffers and the checks of
@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 ROLES = ("rows", "row", "columns", "sums", "number")
-"""Of a tensor: M rows of N elements, one fp32 number for each row, N elements that all rows share,
-sums over the rows of every column, or one fp32 number that a call is given by value."""
+"""The roles of a tensor: M rows of N elements, one fp32 number for each row, N elements that all
+rows share, sums over the rows of every column, or one fp32 number that a call is given by value."""
 _RESERVED = re.compile(
     "alignas|asm|auto|bool|break|case|char|class|const|continue|default|delete|do|double|"
     "else|enum|extern|false|float|for|goto|if|inline|int|long|namespace|new|operator|private|"
@@ -164,11 +164,11 @@ class Signature:
         raise KeyError(name)
 
     def with_tensor(self, tensor: Tensor, row_sums: int) -> Signature:
-        """The same with one more tensor, and with so many row sums."""
+        """Return the signature with one more tensor, and with so many row sums."""
         return Signature(*self.tensors, tensor, row_sums=row_sums, summed=self.summed)
 
     def counting(self, **counts: int) -> Signature:
-        """The same, with other counts of sums for every column."""
+        """Return the signature with other counts of sums for every column."""
         changed = (
             replace(tensor, count=counts.get(tensor.name, tensor.count)) for tensor in self.tensors
         )
@@ -186,7 +186,7 @@ class Signature:
 
     @cached_property
     def numbers(self) -> tuple[Tensor, ...]:
-        """What a call is given by value, which the arguments end with."""
+        """The numbers that a call is given by value, which the arguments end with."""
         return tuple(tensor for tensor in self.tensors if tensor.role == "number")
 
     @cached_property

@@ -1,1 +1,1 @@
-"""From the arguments of a call to what serves it."""
+"""Leads from the arguments of a call to what serves it."""

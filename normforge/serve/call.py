@@ -1,4 +1,4 @@
-"""What serves all calls of one signature: a kernel, PyTorch's own, or the formula.
+"""The calls of one signature, and what serves them all: a kernel, PyTorch's own, or the formula.
 
 A kernel call allocates what it returns, and launches in one of two ways:
 - Eagerly, through the binding of its signature and stream. The lock of the stream's workspace spans
@@ -47,7 +47,7 @@ Call = Callable[..., Results]
 
 QuickCall = Callable[..., "Results | None"]
 """Takes dy, x, rstd, weight and, when the signature has it, mean; None: not served."""
-_DONE = (0,)  # what a driver call returns: CUDA_SUCCESS
+_DONE = (0,)  # a driver call returned CUDA_SUCCESS
 
 
 def formula(options: Options) -> Call:
@@ -60,8 +60,8 @@ def formula(options: Options) -> Call:
 
 
 def aten_call(options: Options) -> Call:
-    """PyTorch's own fused kernel, for what this package has none for. Serves no option but what
-    is wanted."""
+    """Return a call of PyTorch's own fused kernel, for what this package has none for. Serves no
+    option but what is wanted."""
 
     def call(
         dy: torch.Tensor,
@@ -174,7 +174,7 @@ class KernelCall:
         run(stream, addresses, () if mean is None else (mean.data_ptr(),))
         for out in (dx_out, dw_out):
             if out is not None and not out.is_inference():
-                torch.autograd.graph.increment_version(out)  # as every write in place does
+                torch.autograd.graph.increment_version(out)  # every write in place has to do that
         return (dx, dw, dx if third is None else third) if self.with_third else (dx, dw)
 
     def bind(self, stream: int) -> Binding:
@@ -205,15 +205,16 @@ class KernelCall:
             binding = self.bind(stream)
 
     def capture(self, stream: int, leading: Sequence[int], behind: Sequence[int]) -> None:
-        """The same into a graph: with zeroed words of this capture and scratch from its pool."""
+        """Launch into the graph that is being captured, with zeroed words of this capture and
+        scratch from its pool."""
         zeros = self.workspaces.of_capture(self.device, stream, self.launch.scratch_offset)
         scratch = empty_strided((self.launch.scratch,), (1,), torch.float32)
         self._bind(stream, zeros, scratch.data_ptr()).run(leading, behind)
 
 
 def _quick_call(slow: KernelCall) -> QuickCall:
-    """Flat, because every attribute read and every inner call in here is paid by every norm at
-    every step."""
+    """Return the quick call of a kernel. It is one flat function, because every norm at every step
+    pays for each attribute read and inner call in it."""
     device, bindings, bind_to = slow.device, slow.bindings, slow.bind
     assert slow.dx_size is not None and slow.dw_size is not None
     dx_shape, dx_strides, dx_dtype = slow.dx_size
@@ -257,7 +258,7 @@ def _quick_call(slow: KernelCall) -> QuickCall:
                 ):
                     return dx, dw
         # fmt: on
-        return slow(dy, x, rstd, weight, mean=mean)  # with another workspace, or to raise the error
+        return slow(dy, x, rstd, weight, mean=mean)  # take another workspace, or raise the error
 
     call.slow = slow  # type: ignore[attr-defined]
     return call

@@ -1,4 +1,4 @@
-"""The one memory of what serves which call: of the backward, the forward and `install()` alike.
+"""The cache of what serves which call, shared by the backward, the forward and `install()`.
 
 What a call needs (checks, a kernel, strides, launch arguments) is found out once and kept here. A
 call that comes back is recognised in two steps:
@@ -35,8 +35,9 @@ _MISSES_TO_FORGET = 256
 
 
 class KnownCall(NamedTuple):
-    """same: whether tensors are those of this call. call: what serves it. quick: what serves it in
-    less time where all tensors are aligned; None for a call that is not to be in `recent`."""
+    """A known call. same: whether tensors are those of this call. call: what serves it. quick: what
+    serves it in less time where all tensors are aligned; None for a call that is not to be in
+    `recent`."""
 
     same: Check
     call: Any
@@ -44,8 +45,8 @@ class KnownCall(NamedTuple):
 
 
 class CallCache:
-    """What serves the calls of one function. Tuples are replaced, never changed, so that threads
-    need no lock; two that meet a call for the first time may both prepare it.
+    """The cache of what serves the calls of one function. Tuples are replaced, never changed, so
+    that threads need no lock; two that meet a call for the first time may both prepare it.
 
     recent: checks, each with what is quick for its calls. All of them take equally many tensors.
     """
@@ -57,16 +58,16 @@ class CallCache:
         self._misses = 0
 
     def find_recent(self, tensors: tuple[Any, ...]) -> Any:
-        """What is quick for one of the calls that are made most, None for any other. What is no
-        tensor belongs to no call. Every eager norm of every step comes through here first."""
+        """Return what is quick for one of the calls that are made most, None for any other. What is
+        no tensor belongs to no call. Every eager norm of every step comes through here first."""
         for same, quick in self.recent:
             if same(*tensors):
                 return quick
         return None
 
     def find(self, kind: Hashable, tensors: Sequence[torch.Tensor]) -> KnownCall | None:
-        """What was added for such a call. kind: says which tensors there are and all that counts
-        beside them; the more it tells apart, the fewer checks are tried."""
+        """Return what was added for such a call. kind: says which tensors there are and all that
+        counts beside them; the more it tells apart, the fewer checks are tried."""
         for known in self._by_key.get(_key(kind, tensors), ()):
             if known.same(*tensors):
                 if known.quick is not None:
@@ -105,7 +106,8 @@ class CallCache:
 
 
 def _key(kind: Hashable, tensors: Sequence[torch.Tensor]) -> Hashable:
-    """Kernels are chosen by alignment too. `kind` itself where all addresses are aligned."""
+    """Return the key of a call: `kind` itself where all addresses are aligned, else with the
+    alignments, because kernels are chosen by them, too."""
     together = 0
     for tensor in tensors:
         together |= tensor.data_ptr()

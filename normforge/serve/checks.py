@@ -167,8 +167,8 @@ def check_forward(
 
 
 def foreign_device(target: dict[str, Any], device: int) -> str:
-    """Why the kernels of a table's target do not run on a CUDA device or with its driver, "" when
-    they do."""
+    """Return why the kernels of a table's target do not run on a CUDA device or with its driver, ""
+    when they do."""
     driver = driver_version()
     if torch.version.hip is None and driver < _DRIVER:
         served = f"{driver // 1000}.{driver % 1000 // 10}"
@@ -186,7 +186,8 @@ def foreign_device(target: dict[str, Any], device: int) -> str:
 
 
 def dtype_name(dtype: str | torch.dtype) -> str:
-    """bf16, fp16 or fp32, also of "bfloat16" and so on. Raises ValueError for any other dtype."""
+    """Return bf16, fp16 or fp32, also for "bfloat16" and so on. Raises ValueError for any other
+    dtype."""
     kind: Any = getattr(torch, str(dtype).removeprefix("torch."), None)
     name = DTYPES.get(kind, str(dtype))
     if name not in DTYPES.values():

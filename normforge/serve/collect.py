@@ -28,7 +28,8 @@ from .options import DTYPES
 
 VARIABLE = "NORMFORGE_COLLECT"
 _FIRST_SECONDS, _SECONDS = 2.0, 30.0
-"""Until the file is first written, which tells early that it cannot be, and from then on."""
+"""Seconds until the file is first written, which tells early that it cannot be, and between later
+writes."""
 _MOST = 10_000
 """Kinds of calls that a process keeps apart, until it writes them."""
 
@@ -60,8 +61,8 @@ class Recorder:
         self._start()
 
     def _begin(self) -> None:
-        """As a process begins, which may be a fork of another: what was counted there is written
-        there."""
+        """Reset the state, as a process begins. It may be a fork of another: what was counted there
+        is written there."""
         self._lock, self._writing = threading.Lock(), threading.Lock()
         self._kinds: dict[_Kind, int] = {}
         self._unwritten: Counter[Called] = Counter()
@@ -71,7 +72,7 @@ class Recorder:
 
     @property
     def inside(self) -> bool:
-        """Whether this thread is inside of a call that counts."""
+        """True when this thread is inside of a call that counts."""
         return getattr(self._local, "inside", False)
 
     @contextmanager
@@ -83,7 +84,8 @@ class Recorder:
         offset: bool,
         dresidual: torch.Tensor | None,
     ) -> Iterator[None]:
-        """Around a call that counts once, though it is made of several, if it does not fail."""
+        """A context for a call that counts once, though it is made of several, if it does not
+        fail."""
         self._local.inside = True
         try:
             yield
@@ -115,11 +117,12 @@ class Recorder:
                 )
             if self._finalizer is None:
                 self._start()
-        except Exception:  # of a tensor that is none, or of a process that ends
+        except Exception:  # x may be no tensor, or the process ends
             pass
 
     def _start(self) -> None:
-        """When the counting begins, and at the first call in a fork."""
+        """Start to write in the background, when the counting begins, and at the first call in a
+        fork."""
         with self._lock:
             if self._finalizer is not None:
                 return
@@ -184,13 +187,13 @@ class Recorder:
             self._said.add(sentence)
             try:
                 warnings.warn(sentence, stacklevel=2)
-            except Warning:  # which the program has made an error
+            except Warning:  # the program has made warnings errors
                 print(sentence, file=sys.stderr)
 
 
 _Kind = tuple[str, type, torch.Size, torch.dtype, "tuple[torch.dtype, int] | None", bool, Any]
-"""Of a call: operation, class, shape and dtype of x, the weight's dtype and heads (1 for a weight
-that all share), whether there is an offset, and the dtype of a dresidual."""
+"""The kind of a call: operation, class, shape and dtype of x, the weight's dtype and heads (1 for a
+weight that all share), whether there is an offset, and the dtype of a dresidual."""
 
 
 def _kind(weight: torch.Tensor | None) -> tuple[torch.dtype, int] | None:
@@ -208,7 +211,7 @@ def _called(kind: _Kind) -> tuple[Called, int] | None:
     weight_dtype, heads = (dtype, 1) if weight is None else (DTYPES.get(weight[0], ""), weight[1])
     if weight_dtype not in (dtype, "fp32"):
         return None
-    # Of any other dtype it is added outside of the kernel.
+    # A dresidual of any other dtype is added outside of the kernel.
     residual = DTYPES.get(added, "")
     residual = residual if residual in (dtype, "fp32") else ""
     rows = shape.numel() // shape[-1] // heads  # a call for each head
@@ -216,7 +219,7 @@ def _called(kind: _Kind) -> tuple[Called, int] | None:
 
 
 class Collecting:
-    """recorder: what counts calls, None where nothing does."""
+    """The recorder that counts calls, None where nothing does."""
 
     __slots__ = ("recorder",)
 
@@ -229,7 +232,7 @@ _sources: list[Totals] = []
 
 
 def count_also(totals: Totals) -> None:
-    """Calls that do not come by here are counted elsewhere."""
+    """Count calls from `totals`, too, which do not come by here."""
     _sources.append(totals)
 
 
@@ -242,7 +245,8 @@ def _totals() -> Iterator[tuple[Called, int]]:
 
 
 class _Fork:
-    """with_cuda: the last fork was one in which CUDA does not work, because it did before."""
+    """The state of a fork. with_cuda: the last fork was one in which CUDA does not work, because it
+    did before."""
 
     with_cuda = False
 
@@ -253,7 +257,7 @@ def _before_fork() -> None:
 
 def _after_fork() -> None:
     if _Fork.with_cuda:
-        _sources.clear()  # what they ask has locks, and they count no more
+        _sources.clear()  # their objects have locks, and they count no more
     if (recorder := collecting.recorder) is not None:
         recorder._begin()
         recorder._seen = Counter(dict(_totals()))
@@ -278,7 +282,7 @@ def collect(path: str | os.PathLike[str] | None = None) -> Recorder:
         return former
     collecting.recorder = recorder = Recorder(file)
     if former is not None:
-        with recorder._writing:  # what is counted elsewhere goes to one of the two files
+        with recorder._writing:  # counts from elsewhere go to one of the two files
             former.stop()
             recorder._seen = former._seen
     return recorder

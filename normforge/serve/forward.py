@@ -31,19 +31,19 @@ class Forward:
     def __init__(self, source: Source) -> None:
         self._source = source
         self.warn = WarnOnce()
-        # By whether there are no weight and no residual: a cache is of calls with equally many.
+        # The keys say if there are no weight and no residual: a cache has calls with equally many.
         self._calls = {(w, r): CallCache() for w in (False, True) for r in (False, True)}
-        # Of native/: serves what it was taught, or gives None; is taught what has just served.
+        # native/ serves what it was taught, or gives None; it is taught what has just served.
         self.native: Callable[..., tuple[torch.Tensor, ...] | None] | None = None
         self.learn: Callable[[Any], None] | None = None
 
     @property
     def table(self) -> ForwardTable | None:
-        """Of the GPU that this process uses."""
+        """The table of the GPU that this process uses."""
         return self._table_of(self._source(None))
 
     def _table_of(self, kernels: Kernels) -> ForwardTable | None:
-        """Those of a folder's forward kernels that may serve."""
+        """Return those of a folder's forward kernels that may serve."""
         return kernels.forward
 
     def __call__(
@@ -54,7 +54,8 @@ class Forward:
         weight_offset: float = 0.0,
         residual: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """(y, rstd) of y = x * rstd * (weight_offset + weight), rstd = 1 / sqrt(mean(x^2) + eps).
+        """Return (y, rstd) of y = x * rstd * (weight_offset + weight), rstd = 1 / sqrt(mean(x^2) +
+        eps).
 
         x: (..., N), bf16, fp16 or fp32, in any layout. weight: (N,) of x's dtype or fp32, None for
         ones. eps: None for the machine epsilon of fp32 (of float64 for float64 rows), as
@@ -102,11 +103,11 @@ class Forward:
         weight_offset: float,
         residual: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
-        """Any call: known, or prepared now. calls: the cache of those with such `tensors`."""
+        """Serve any call: known, or prepared now. calls: the cache of those with such `tensors`."""
         for name, value in (("x", x), ("weight", weight), ("residual", residual)):
             if not isinstance(value, torch.Tensor) and (value is not None or name == "x"):
                 raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
-        if isinstance(x, FakeTensor):  # whose sizes may be symbols, and no key of a cache
+        if isinstance(x, FakeTensor):  # its sizes may be symbols, and no key of a cache
             check_forward(x, weight, residual)
             return reference_forward(x, weight, eps, weight_offset, residual)
         known = calls.find(x.shape, tensors)
@@ -133,7 +134,7 @@ class Forward:
             return
         for M, N, dtype, weight_dtype in shapes:
             if residual not in ("", dtype):
-                dtype = weight_dtype = "fp32"  # what `_mixed` calls
+                dtype = weight_dtype = "fp32"  # `_mixed` calls these
             choice = table.choose(M, N, dtype, weight_dtype)
             if choice.kernel is not None:
                 kernels.loaded.get(choice.kernel).load(device)
@@ -186,8 +187,8 @@ class Forward:
     def _per_head(
         self, x: Any, weight: Any, eps: Any, offset: float, residual: Any
     ) -> tuple[Any, ...]:
-        """A weight per head, (H, N) with x (..., H, N): a call per head, on its slice of the
-        rows."""
+        """Serve a weight per head, (H, N) with x (..., H, N), by a call per head, on its slice of
+        the rows."""
         heads = []
         for h in range(len(weight)):
             slice_of_residual = None if residual is None else residual[..., h, :]
@@ -197,8 +198,8 @@ class Forward:
     def _mixed(
         self, x: Any, weight: Any, eps: Any, offset: float, residual: Any
     ) -> tuple[Any, ...]:
-        """A residual of another dtype: PyTorch adds, the fp32 kernel normalises the rounded sum,
-        and y is rounded from its fp32 to x's dtype: the same numbers as in one kernel."""
+        """Serve a residual of another dtype: PyTorch adds, the fp32 kernel normalises the rounded
+        sum, and y is rounded from its fp32 to x's dtype: the same numbers as in one kernel."""
         with torch.no_grad():
             stream = (x.float() + residual.float()).to(residual.dtype).contiguous()
             wide = None if weight is None else weight.float()
@@ -217,7 +218,7 @@ def aten_forward(
     weight_offset: float,
     residual: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
-    """PyTorch's fused kernel where it computes the same function, else the formula."""
+    """Call PyTorch's fused kernel where it computes the same function, else the formula."""
     same = residual is None and weight_offset == 0 and (weight is None or weight.dtype == x.dtype)
     if not (same and hasattr(torch.ops.aten, "_fused_rms_norm")):
         return reference_forward(x, weight, eps, weight_offset, residual)

@@ -11,7 +11,7 @@ from .warn_once import WarnOnce
 
 
 class Kernels:
-    """What the folder of a package holds: both tables, and the kernels as they get loaded.
+    """The contents of a package's folder: both tables, and the kernels as they get loaded.
 
     Making one reads the tables, compiles nothing and does not touch CUDA. Raises ValueError for a
     damaged table and one of another operation, OSError for none.

@@ -1,4 +1,4 @@
-"""Where the rows of a call's tensors are, and which of them are copied for a kernel."""
+"""Finds where the rows of a call's tensors are, and which of them are copied for a kernel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .options import Arguments
 
 
 class Copies(NamedTuple):
-    """Which tensors have to be made dense before a launch."""
+    """The tensors that have to be made dense before a launch."""
 
     dy: bool
     x: bool
@@ -24,8 +24,8 @@ class Copies(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """What `KernelCall` needs to know about the arguments of a signature. strided: by the names of
-    tensors."""
+    """The facts that `KernelCall` needs about the arguments of a signature. strided: by the names
+    of tensors."""
 
     rows: int
     columns: int

@@ -1,4 +1,5 @@
-"""What a call of the backward may ask for, and how: by the kernel itself, or by a composition.
+"""The options of a call of the backward, and how they are served: by the kernel itself, or by a
+composition.
 
 Every kernel takes as arguments of its launch: no weight, no dx, no dw, dw as fp32, dw added into an
 fp32 buffer. A weight offset and a residual gradient are compiled into kernels that were tuned for
@@ -34,11 +35,12 @@ class Options:
 
 @dataclass(frozen=True)
 class FormulaOptions(Options):
-    """Of a call that no kernel may serve; see SMALLEST_EPS."""
+    """The options of a call that no kernel may serve; see SMALLEST_EPS."""
 
 
 SMALLEST_EPS = 2.0**-96
-"""Of norms whose backward kernels serve; the formula serves those of a smaller eps.
+"""The smallest eps of norms whose backward kernels serve; the formula serves those of a smaller
+one.
 
 The kernels compute rstd^2 * mean(g * xhat), with g = dy * weight, before they multiply it by x. At
 this eps, rstd is at most 2^48, so that fp32 holds this up to a mean of 2^32, which no fp16 and no
@@ -47,7 +49,7 @@ alone is inf, while x * rstd is of ordinary size."""
 
 
 def options_for(eps: float | None, weight_offset: float, need_dx: bool, need_dw: bool) -> Options:
-    """Of the backward of a norm with this eps."""
+    """Return the options of the backward of a norm with this eps."""
     tiny = eps is not None and eps < SMALLEST_EPS
     return (FormulaOptions if tiny else Options)(weight_offset, need_dx, need_dw)
 
@@ -68,7 +70,7 @@ class Arguments:
 
 
 def dw_shape(given: Arguments) -> tuple[int, ...]:
-    """Of a call with a weight."""
+    """Return the shape of dw, for a call with a weight."""
     assert given.weight is not None
     shape = tuple(given.weight.shape)
     return shape if given.mean is None else (2, *shape)
@@ -84,8 +86,8 @@ Composition = Callable[[Backward, Arguments, Options], Results]
 def composition(
     given: Arguments, options: Options, spec: KernelSpec | None, over_dy: bool = False
 ) -> Composition | None:
-    """The one place that decides between fused and composed: what to take away from a call before
-    a kernel serves it, None when the kernel does all of it.
+    """Return what to take away from a call before a kernel serves it, None when the kernel does all
+    of it. Nothing else decides between fused and composed.
 
     spec: of the kernel that would serve the call, None when there is none. over_dy: whether that
     kernel may write dx over dy.
@@ -109,7 +111,7 @@ def composition(
 
 
 def may_overwrite_dy(config: Mapping[str, Any]) -> bool:
-    """Whether a kernel that was rendered from this config may write dx over dy.
+    """Return True if a kernel that was rendered from this config may write dx over dy.
 
     It may if it reads every element of dy once and by an access that allows for writes. For what it
     writes to a row depends on all of that row, by the sum over it, so the read comes first. The
@@ -137,14 +139,17 @@ def _kernel_writes(dw_out: torch.Tensor, weight: torch.Tensor | None, options: O
 
 
 def per_head(backward: Backward, given: Arguments, options: Options) -> Results:
-    """weight (H, N) with x (..., H, N): one call per head, on its slice of the rows."""
+    """Serve a weight (H, N) with x (..., H, N) by one call per head, on its slice of the rows."""
     weight, x = given.weight, given.x
     assert weight is not None
     rstd = given.rstd.reshape(x.shape[:-1])
     heads = [
         backward(
             Arguments(
-                *(given.dy[..., h, :], x[..., h, :], rstd[..., h].contiguous(), weight[h]),
+                given.dy[..., h, :],
+                x[..., h, :],
+                rstd[..., h].contiguous(),
+                weight[h],
                 dresidual=None if given.dresidual is None else given.dresidual[..., h, :],
                 dw_out=None if given.dw_out is None else given.dw_out[h],
             ),
@@ -167,7 +172,7 @@ def per_head(backward: Backward, given: Arguments, options: Options) -> Results:
 
 
 def add_residual(backward: Backward, given: Arguments, options: Options) -> Results:
-    """dresidual: added to the rounded dx in fp32."""
+    """Add dresidual to the rounded dx in fp32."""
     dresidual = given.dresidual
     assert dresidual is not None
     dx, dw = backward(replace(given, dresidual=None), options)
@@ -180,7 +185,8 @@ def add_residual(backward: Backward, given: Arguments, options: Options) -> Resu
 
 
 def offset_in_weight(backward: Backward, given: Arguments, options: Options) -> Results:
-    """weight_offset: an fp32 weight that has it, and dw rounded to the dtype of the given one."""
+    """Serve weight_offset by an fp32 weight that has it, and round dw to the dtype of the given
+    one."""
     weight, x = given.weight, given.x
     if weight is None:
         wide = torch.full(
@@ -198,7 +204,8 @@ def offset_in_weight(backward: Backward, given: Arguments, options: Options) -> 
 
 
 def dw_elsewhere(backward: Backward, given: Arguments, options: Options) -> Results:
-    """dw_out that no kernel writes (its dtype, layout or address): dw in fp32 first."""
+    """Serve a dw_out that no kernel writes (its dtype, layout or address) by computing dw in fp32
+    first."""
     dw_out = given.dw_out
     assert dw_out is not None
     plain = replace(options, accumulate=False, dw_dtype=torch.float32)
@@ -208,8 +215,8 @@ def dw_elsewhere(backward: Backward, given: Arguments, options: Options) -> Resu
 
 
 def dx_elsewhere(backward: Backward, given: Arguments, options: Options) -> Results:
-    """dx_out that no kernel may write (its address, or dy under a kernel that may read dy later):
-    dx in a tensor of its own first."""
+    """Serve a dx_out that no kernel may write (its address, or dy under a kernel that may read dy
+    later) by computing dx in a tensor of its own first."""
     dx_out = given.dx_out
     assert dx_out is not None
     dx, dw, *third = backward(replace(given, dx_out=None), options)

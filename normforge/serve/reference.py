@@ -26,7 +26,8 @@ def reference_backward(
     mean: torch.Tensor | None = None,
     dx_out: torch.Tensor | None = None,
 ) -> Results:
-    """dx and dw of y = x * rstd * (weight + weight_offset), rstd = 1 / sqrt(mean(x^2) + eps).
+    """Return dx and dw of y = x * rstd * (weight + weight_offset), rstd = 1 / sqrt(mean(x^2) +
+    eps).
 
     dy, x: (..., N); rstd: one value per row; weight: (N,), or (H, N) with x (..., H, N), or None
     for ones. With xhat = x * rstd and g = dy * (weight + weight_offset):
@@ -73,7 +74,7 @@ def backward_formula(
     need_dw: bool,
     mean: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """dx and dw of `reference_backward` before they are rounded. Differentiable."""
+    """Return dx and dw of `reference_backward` before they are rounded. Differentiable."""
     tensors = {"dy": dy, "x": x, "rstd": rstd, "weight": weight, "dresidual": dresidual}
     operation = RMSNORM_BACKWARD
     if mean is not None:
@@ -106,7 +107,7 @@ def norm_formula(
     weight_offset: float,
     residual: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """`reference_forward`, but differentiable."""
+    """Compute `reference_forward`, but differentiable."""
     compute = wide_dtype(x)
     rows = x.to(compute)
     stream = None
@@ -119,7 +120,7 @@ def norm_formula(
 
 
 def rstd_of(rows: torch.Tensor, eps: float | None) -> torch.Tensor:
-    """Of rows in the dtype that is computed in."""
+    """Return the rstd of rows in the dtype that is computed in."""
     mean = rows.square().mean(-1, keepdim=True)
     return torch.rsqrt(mean + (torch.finfo(rows.dtype).eps if eps is None else eps))
 

@@ -1,5 +1,5 @@
-"""What serves an operation that has no functions of its own in this library: a kernel of its
-package, or its formula."""
+"""Serves an operation that has no functions of its own in this library, by a kernel of its package,
+or its formula."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .options import DTYPES
 from .warn_once import WarnOnce
 
 Tensors = Mapping[str, Any]
-"""What a call is given, by name: tensors, None for one that it does without, and numbers."""
+"""The arguments of a call by name: tensors, None for one that it does without, and numbers."""
 _KINDS = ("tensor", "number")
 
 
@@ -68,7 +68,7 @@ class RowServer:
 
     @property
     def missing(self) -> str:
-        """Why there are no kernels at all, "" where there are."""
+        """The reason why there are no kernels at all, "" where there are."""
         return self._source if isinstance(self._source, str) else ""
 
     def count(
@@ -89,14 +89,15 @@ class RowServer:
             recorder.count(self.operation.name, rows, one)
 
     def is_without_kernels(self, x: torch.Tensor) -> bool:
-        """Whether the formula serves all rows like x. Warns where a GPU has no kernels."""
+        """Return True if the formula serves all rows like x. Warns where a GPU has no kernels."""
         served = x.device.type == "cuda" and x.numel() > 0 and x.dtype in DTYPES
         if served and self.missing:
             self._warn_of(self.missing)
         return not served or bool(self.missing)
 
     def explain(self, M: int, N: int, dtype: str, weight_dtype: str = "") -> dict[str, Any]:
-        """Which kernel serves M aligned rows of N columns ("bf16", "fp16" or "fp32"), and why."""
+        """Say which kernel serves M aligned rows of N columns ("bf16", "fp16" or "fp32"), and
+        why."""
         choice = Choice("none", str(self._source))
         if not isinstance(self._source, str):
             table = self._source(None).backward
@@ -120,7 +121,7 @@ class RowServer:
         return made
 
     def _columns_of(self, tensors: Tensors) -> torch.Tensor | None:
-        """What all rows share."""
+        """Return the tensor that all rows share, if there is one."""
         columns = self.operation.signature.columns
         return tensors.get(columns.name) if columns else None
 
@@ -236,7 +237,10 @@ class RowServer:
         added = added_to(signature, given)
         names = [DTYPES.get(t.dtype, "") for t in (x, x if columns is None else columns)]
         return table.choose(
-            *(x.numel() // N, N, names[0], names[1]),
+            x.numel() // N,
+            N,
+            names[0],
+            names[1],
             offset=False,
             residual="" if added is None else DTYPES.get(added.dtype, "none"),
             alignment=alignment_of(places),

@@ -1,4 +1,5 @@
-"""From the arguments of a backward to what serves it: a kernel, several calls of one, or PyTorch.
+"""Leads from the arguments of a backward to what serves it: a kernel, several calls of one, or
+PyTorch.
 
 `_quick` serves what is most frequent, `_run` any call; both ask the call cache. What is new is
 prepared once: `_find` checks the arguments and chooses a kernel, `composition` takes away what that
@@ -47,14 +48,14 @@ class Server:
     """
 
     operation: ClassVar[str]
-    """What its tables have kernels of."""
+    """The operation that its tables have kernels of."""
     _aten_call = staticmethod(aten_call)
-    """PyTorch's own kernel, of the norm that this is of."""
+    """Makes a call of PyTorch's own kernel, for the norm that this is of."""
     _has_aten = hasattr(torch.ops.aten, "_fused_rms_norm_backward")
     _invariant: ClassVar[bool] = False
-    """Whether no bit of a row's results may depend on the batch."""
+    """True when no bit of a row's results may depend on the batch."""
     _advice: ClassVar[str] = ""
-    """What to do where only these kernels may serve and there is none."""
+    """The advice for calls that only these kernels may serve when there is none."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -65,7 +66,7 @@ class Server:
 
     @property
     def table(self) -> Table:
-        """Of the GPU that this process uses."""
+        """The table of the GPU that this process uses."""
         return self._source(None).backward
 
     def _quick(
@@ -76,8 +77,8 @@ class Server:
         weight: torch.Tensor,
         mean: torch.Tensor | None = None,
     ) -> Results | None:
-        """dx and dw of a plain call (a weight, both wanted, no option) like one that came before;
-        None for any other. Most entry points try this before `_run`."""
+        """Return dx and dw of a plain call (a weight, both wanted, no option) like one that came
+        before; None for any other. Most entry points try this before `_run`."""
         tensors = (dy, x, rstd, weight) if mean is None else (dy, x, rstd, weight, mean)
         call = self._calls.find_recent(tensors)
         if call is None or (torch.is_grad_enabled() and (dy.requires_grad or x.requires_grad)):
@@ -91,7 +92,7 @@ class Server:
         return results
 
     def _run(self, given: Arguments, options: Options, routed: bool = False) -> Results:
-        """Any call on this process's tensors: known, or prepared now. routed: it comes from
+        """Serve any call on this process's tensors: known, or prepared now. routed: it comes from
         `_route`, which gets None where there is no kernel; `rmsnorm_backward` answers the same call
         with PyTorch's."""
         calls, tensors = self._calls, tuple(vars(given).values())  # `_calls` may be replaced
@@ -111,7 +112,7 @@ class Server:
             if not fits:
                 raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
         present = [tensor for tensor in tensors if tensor is not None]
-        over_dy = None  # without a dx_out
+        over_dy = None  # there is no dx_out
         if given.dx_out is not None:
             check_dx_out(given, options)
             check_overlap(given)
@@ -141,13 +142,15 @@ class Server:
         need_dw: bool,
         mean: torch.Tensor | None = None,
     ) -> Results | None:
-        """`install()`: like `rmsnorm_backward`, but None for what there is no kernel for."""
+        """Serve a call under `install()` like `rmsnorm_backward`, but give None for what there is
+        no kernel for."""
         options = Options(need_dx=need_dx, need_dw=need_dw)
         given = Arguments(dy, x, rstd, weight, mean=mean)
         return self._run(given, options, routed=True)
 
     def _prepare_routed(self, given: Arguments, options: Options) -> Call:
-        """What serves every routed call of a signature; for PyTorch's kernel it gives None."""
+        """Return what serves every routed call of a signature; for PyTorch's kernel it gives
+        None."""
         try:
             found = self._find(given, options)
         except (TypeError, ValueError):  # PyTorch says what is wrong in its own words
@@ -163,7 +166,8 @@ class Server:
         return self._fallback(found, given, options) if isinstance(found, str) else found
 
     def _find(self, given: Arguments, options: Options) -> Call | str:
-        """What serves a call by a kernel or, off the GPU, by the formula; else why not."""
+        """Return what serves a call by a kernel or, off the GPU, by the formula; else why nothing
+        does."""
         check_arguments(given, options)
         x = given.x
         if x.device.type in ("cpu", "meta") or x.numel() == 0:
@@ -175,7 +179,7 @@ class Server:
         return self._with_kernel(given, options, x.device.index)
 
     def _with_kernel(self, given: Arguments, options: Options, device: int) -> Call | str:
-        """What serves a call on a CUDA device by one kernel, or by several calls that do."""
+        """Return what serves a call on a CUDA device by one kernel, or by several calls that do."""
         x, weight = given.x, given.weight
         if weight is not None and weight.dim() > 1:
             composed = composition(given, options, None)
@@ -187,7 +191,10 @@ class Server:
         residual = "" if given.dresidual is None else DTYPES.get(given.dresidual.dtype, "")
         shape = (layout.rows, layout.columns, *names)
         choice = self._best(
-            *(device, shape, options.weight_offset != 0, residual),
+            device,
+            shape,
+            options.weight_offset != 0,
+            residual,
             alignment=alignment,
             weight_alignment=alignment_of(weight_at),
         )
@@ -233,8 +240,8 @@ class Server:
         return choice
 
     def _fallback(self, reason: str, given: Arguments, options: Options) -> Call:
-        """What serves a call that has no kernel. Options other than what is wanted were composed
-        away before, but not for a dtype that no kernel has, which goes to the formula."""
+        """Return what serves a call that has no kernel. Options other than what is wanted were
+        composed away before, but not for a dtype that no kernel has, which goes to the formula."""
         weight = given.weight
         if given.x.dtype not in DTYPES:
             self.warn(f"{reason}; using the formula in plain PyTorch")
@@ -252,8 +259,8 @@ def _leave_it(*_: Any) -> Any:
 
 
 def _resolved(given: Arguments) -> Arguments:
-    """The same numbers as they lie in memory. Raises ValueError for a dw_out or dx_out that is a
-    view of others."""
+    """Return arguments with the same numbers as they lie in memory. Raises ValueError for a dw_out
+    or dx_out that is a view of others."""
     for name in ("dw_out", "dx_out"):
         out = getattr(given, name)
         if out is not None and out.is_neg():

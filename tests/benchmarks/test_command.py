@@ -18,7 +18,13 @@ COMMANDS = [
     if "= command_line(" in path.read_text()
 ]
 NEED_A_GPU = (
-    *("batch_invariance", "bit_exact", "errors", "flushes", "forward", "host_time", "layouts"),
+    "batch_invariance",
+    "bit_exact",
+    "errors",
+    "flushes",
+    "forward",
+    "host_time",
+    "layouts",
     "stress",
 )
 

@@ -155,7 +155,7 @@ def test_what_is_left_is_said(clock: FakeClock, tmp_path: Path) -> None:
 
 
 def test_the_default_shapes_have_families_in_the_committed_studies() -> None:
-    """Of the H100, the smaller file: with enough families that a rank says something."""
+    """The H100's studies, the smaller file, have enough families that a rank says something."""
     problems = load_problems(conditions.SHAPES)
     assert len(problems) == 10
     studies = measured_studies(results_of("h100"), problems)

@@ -48,7 +48,7 @@ def test_random_shapes_are_those_of_their_seed() -> None:
 
 @pytest.mark.parametrize("shape", ["300x64:fp32", "300x64:bf16", "300x64:bf16:fp32"])
 def test_errors_are_those_of_the_rounding(shape: str) -> None:
-    """And ten times that where somebody is ten times off; the peers are PyTorch's."""
+    """They are ten times that where somebody is ten times off; the peers are PyTorch's."""
     problem = Problem.parse(shape)
     unit = {"bf16": 2**-9, "fp32": 2**-24}
     exact = normal_inputs(problem, CPU, 0)

@@ -80,9 +80,13 @@ def test_pairs_differ_in_one_knob(folder: Path) -> None:
         return {"shape": shape, "arrival": arrival, "us": us, "config": config}
 
     rows = [
-        *(row(A, "late", 10.0), row(A, "early", 9.5)),
-        *(row(B, "late", 30.0), row(B, "early", 31.0)),  # 16 M elements: above SMALL
-        *(row(C, "late", 1.0, 3), row(C, "early", 9.0, 4)),  # another config each
+        row(A, "late", 10.0),
+        row(A, "early", 9.5),
+        # B has 16 M elements: above SMALL. The rows of C have another config each.
+        row(B, "late", 30.0),
+        row(B, "early", 31.0),
+        row(C, "late", 1.0, 3),
+        row(C, "early", 9.0, 4),
     ]
     write(folder, "arrival_h200", {"rows": rows})
     assert notes.early_arrival(small=True) == [pytest.approx(-0.5)]
@@ -109,7 +113,7 @@ def test_load_hints_by_pipeline(folder: Path) -> None:
 
 
 def test_peers_near_the_floor(folder: Path) -> None:
-    """At one shape of the 47 in reach: 11 of 10 µs; at the others 20."""
+    """A peer is in reach at one shape of 47, with 11 of 10 µs; at the others it takes 20."""
     from generator.problem import load_problems
 
     shapes = [str(problem) for problem in load_problems("compare")]

@@ -24,7 +24,7 @@ from tests.support.fake_clock import FakeClock
 
 PROBLEM = Problem.parse("16x64:bf16")
 SERIES = (1.0, 9.0, 2.0, 100.0, 4.0)
-"""Of the microseconds that each takes beyond its own: median 4, least 1, most 100, mean 23.2."""
+"""Microseconds that each takes beyond its own: median 4, least 1, most 100, mean 23.2."""
 OWN = {"floor": 5.0, "ours": 10.0, "first": 20.0, "second": 30.0, "in_place": 40.0}
 CONTENDERS = ("ours", "first", "second", "in_place")
 
@@ -94,7 +94,7 @@ def test_everybody_has_the_median_of_all_rounds(run: Any) -> None:
 
 
 def test_all_take_turns_in_the_same_blocks(run: Any) -> None:
-    """As often as each other, in each place, and behind each other."""
+    """Each runs as often as each other, in each place, and behind each other."""
     together = [log for count, log in run.timer.blocks if count == len(OWN)]
     assert len(together) == BLOCKS
     orders = []

@@ -33,7 +33,7 @@ def workload() -> Workload:
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What conditions do on a GPU, in order."""
+    """Return what conditions do on a GPU, in order."""
     said: list[str] = []
 
     class FakeCache:

@@ -84,7 +84,7 @@ def test_ratios_are_of_one_pass() -> None:
 
 
 def test_lines_of_rms_norm_run(tmp_path: Path) -> None:
-    """On the CPU, where the formula serves them, PyTorch's operators too."""
+    """They run on the CPU, where the formula serves them, PyTorch's operators too."""
     problem = Problem.parse("6x16:fp32")
     inputs = RMSNORM_BACKWARD.make_inputs(problem, torch.device("cpu"))
     with aten_on_cpu():
@@ -104,7 +104,7 @@ def test_lines_of_rms_norm_run(tmp_path: Path) -> None:
 
 
 def test_lines_of_layer_norm_run(tmp_path: Path) -> None:
-    """On the CPU, where the formula serves them."""
+    """They run on the CPU, where the formula serves them."""
     problem = Problem.parse("6x16:fp32", LAYERNORM_BACKWARD.name)
     inputs = LAYERNORM_BACKWARD.make_inputs(problem, torch.device("cpu"))
     calls = host_time.layer_norm_calls(write_layer_norm_package(tmp_path), inputs)

@@ -98,7 +98,7 @@ def test_only_legal_values_are_taken(space: Space, target: Target) -> None:
 
 
 def test_blocks_are_set_beside_rows_one_after_another(space: Space, target: Target) -> None:
-    """Of configs that have room for blocks."""
+    """The configs have room for blocks."""
     crowded = {**PLAIN, "pipeline": "bulk", "stages": 6, "rows_in_flight": 2, "rows_per_cta": 8}
     got = found(space, target, "in_blocks", study(space, target, MAILBOX, crowded))
     assert space.reject(space.normalize(crowded, PROBLEM, target), PROBLEM, target)

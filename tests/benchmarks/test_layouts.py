@@ -48,7 +48,9 @@ def fake_gpu(fault: Callable[[Job], Any] = lambda job: None) -> FakeSupervisor:
     "group",
     [
         *(Group(size, 1024, "bf16") for size in (2, 4, 8, 16)),
-        *(Group(4, 256, "fp32"), Group(8, 12288, "fp16"), Group(16, 12288, "bf16")),
+        Group(4, 256, "fp32"),
+        Group(8, 12288, "fp16"),
+        Group(16, 12288, "bf16"),
         Group(16, 40960, "bf16"),
     ],
     ids=str,
@@ -143,7 +145,7 @@ def measured(
     sizes: tuple[int, ...] = (4, 8),
     until: float = float("inf"),
 ) -> dict[str, Any]:
-    """What a run on a fake GPU writes."""
+    """Return what a run on a fake GPU writes."""
     out = tmp_path / "out.json"
     columns = {columns for each in BRACKETS.values() for columns in each}
     args = Namespace(
@@ -224,7 +226,7 @@ def test_committed_result_is_what_the_benchmark_writes(
 
 
 def shown(layout: Layout) -> str:
-    """As the results have it, which are older than layouts with clusters."""
+    """Return a layout in the form of the results, which are older than layouts with clusters."""
     return str(layout).replace(", cluster=1, spare_sms=0", "")
 
 

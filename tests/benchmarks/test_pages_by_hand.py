@@ -1,5 +1,5 @@
-"""What the pages say about files made by hand: every expected number is worked out beside it, and
-none by the code that it judges."""
+"""The pages describe files made by hand: every expected number is worked out beside it, and none by
+the code that it judges."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def cells(page: str, row: str) -> list[str]:
-    """Of the one line of a table that begins so."""
+    """Return the cells of the one line of a table that begins so."""
     (line,) = [line for line in page.splitlines() if line.startswith(f"| {row}")]
     return [cell.strip() for cell in line.strip("| ").split("|")][1:]
 
@@ -66,7 +66,7 @@ def h100(folder: Path) -> None:
 
 
 def test_a_peer_is_faster_wherever_it_takes_less(folder: Path) -> None:
-    """Also where it is faster by less than one percent."""
+    """It counts also where it is faster by less than one percent."""
     h100(folder)
     page = comparison.on_h100()
     assert cells(page, "cuDNN best plan") == ["2.43", "1.21", f"0.90, {A}", "2"]
@@ -138,22 +138,6 @@ def test_a_gain_has_the_larger_half_of_its_interval(folder: Path) -> None:
     assert "norms take 5 % of a step" in training.training_gain().replace("\n", " ")
     said = " ".join(training.training_bits().split())
     assert "in all 8 combinations" in said and "except rms_norm in qwen3_2b,4096,eager" in said
-
-
-def test_the_top_of_the_readme(folder: Path) -> None:
-    document = three_shapes()
-    document["environment"]["peers"] |= {"aten": "torch 2.11.0", "inductor": "torch 2.11.0"}
-    for row, aten in zip(document["rows"], (20.0, 20.0, 250.0), strict=True):
-        row["peers"] |= {"aten": {"us": aten}, "inductor": {"us": 50.0}}
-    write(folder, "h200", document)
-    trained(folder)
-    said = " ".join(comparison.in_short().split())
-    assert "the backward takes 2.00 times as long as a `torch.add`" in said
-    assert "geometric mean of 3 shapes" in said
-    # ATen: the cube root of 2 * 2 * 25.
-    assert "PyTorch's takes 4.64 times as long as that `torch.add`, Inductor's 5.00" in said
-    assert "and cuDNN's, the fastest of the others, 2.43" in said
-    assert "run 3.0 % (± 7.0) faster in eager code" in said
 
 
 def under(evict_last: float, default: float, floor_us: float, **more: float) -> dict[str, Any]:
@@ -254,7 +238,7 @@ def test_untuned_shapes_have_the_mean_and_the_range(folder: Path) -> None:
 
 
 def test_ratios_of_host_times_are_those_of_the_passes(folder: Path) -> None:
-    """Not the quotient of the two columns."""
+    """They are not the quotients of the two columns."""
     times = {"rmsnorm_backward": 8.0, "rmsnorm_backward, native": 5.0, "aten op": 10.0}
     ratios = {"rmsnorm_backward / aten op": 0.9, "rmsnorm_backward, native / aten op": 0.4}
     write(folder, "host_time_h200", {"whole calls": times, "ratios": ratios})

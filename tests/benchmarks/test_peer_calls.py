@@ -1,5 +1,5 @@
-"""What a peer's timed call does: it hands over the very tensors it was bound to, and runs no
-operator of PyTorch beside those that its own library needs."""
+"""A peer's timed call hands over the very tensors it was bound to, and runs no operator of PyTorch
+beside those that its own library needs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def inputs_of(operation: str = RMSNORM_BACKWARD) -> Inputs:
 
 
 def mean_of(inputs: Inputs) -> tuple[torch.Tensor, ...]:
-    """What LayerNorm's have more than RMSNorm's."""
+    """Return the argument that LayerNorm's calls have and RMSNorm's have not."""
     return (inputs.mean,) if hasattr(inputs, "mean") else ()
 
 
@@ -81,7 +81,7 @@ class Recorder:
 
 
 def same(given: Any, wanted: Any) -> None:
-    """The same objects, in their order."""
+    """Assert that both have the same objects, in the same order."""
     assert [id(one) for one in given] == [id(one) for one in wanted]
 
 

@@ -38,7 +38,9 @@ def test_a_file_names_the_gpu_itself_the_commit_and_the_libraries() -> None:
     assert "condition" not in found, "nothing was timed by the session"
     timed = machine(FACTS, timed=True)
     assert (timed["condition"], timed["order"], timed["flush_bytes"]) == (
-        *("flush", "balanced", 256 << 20),
+        "flush",
+        "balanced",
+        256 << 20,
     )
     assert "cuda-python" in found["libraries"] and "liger-kernel" not in found["libraries"]
 

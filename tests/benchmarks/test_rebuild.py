@@ -94,7 +94,7 @@ def test_a_source_that_is_not_what_was_compiled_differs(
         assert code == 1
         assert f"{source.stem} does not compile" in said and "planted" in said
         source.write_text(kept)
-    assert run(capsys)[0] == 0  # which renders the templates
+    assert run(capsys)[0] == 0  # this renders the templates
 
 
 def test_what_cannot_be_compiled_is_named(tmp_path: Path) -> None:

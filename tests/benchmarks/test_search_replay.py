@@ -70,7 +70,7 @@ SWEPT = Narrow(PROBLEM, narrow(SPACE, VALUES, "test"))
 
 
 def cost(variant: Variant) -> float:
-    """Between 1.1 and 1.5: never so slow that a search would give it up early."""
+    """Return a ratio between 1.1 and 1.5: never so slow that a search would give it up early."""
     knobs = (variant["threads_per_row"] == 64, variant["rows_per_cta"] == 2, variant["stages"] == 3)
     dw_reduction = {"separate": 0.1, "last_cta": 0.2, "atomic": 0.08}[variant["strategy"]]
     rugged = int(digest(sorted(variant.config.items()))[:8], 16) / 2**32
@@ -204,7 +204,8 @@ def test_a_recording_survives_its_file(recording: Recording, tmp_path: Path) -> 
     recording.save(path)
     again = Recording.load(path)
     assert (again.problem, again.gpu, again.values) == (
-        *(recording.problem, recording.gpu),
+        recording.problem,
+        recording.gpu,
         {name: tuple(values) for name, values in recording.values.items()},
     )
     assert again.entries.keys() == recording.entries.keys()
@@ -346,7 +347,7 @@ def test_the_comparison_counts_what_its_searches_found(recording: Recording) -> 
 
 
 def test_every_search_hears_of_a_trial_as_late_as_the_tuner(recording: Recording) -> None:
-    """With a longer pipeline the samplers know less, and propose something else."""
+    """Samplers know less with a longer pipeline, and propose something else."""
     early, late = (Replayed(recording, lag) for lag in (0, 15))
     for search in map(SEARCHES.get, ("TPE", "TPE, liar", "genetic")):
         one, other = search(early, 40, 1), search(late, 40, 1)
@@ -355,7 +356,8 @@ def test_every_search_hears_of_a_trial_as_late_as_the_tuner(recording: Recording
 
 
 def test_known_winners_make_the_first_trials(recording: Recording) -> None:
-    """Those of the H200's package for other shapes, as near to them as the swept space is."""
+    """They are those of the H200's package for other shapes, as near to them as the swept space
+    is."""
     cold, warm = (search(Replayed(recording), 6, 1) for search in (by_tuner, by_tuner_with_studies))
     assert cold != warm
 
@@ -367,7 +369,7 @@ def test_the_gaussian_process_is_a_search(recording: Recording) -> None:
 
 @pytest.mark.parametrize("rival", ["odds alone", "improvement alone"])
 def test_another_surrogate_proposes_in_the_same_search(recording: Recording, rival: str) -> None:
-    """What comes before it is asked stays as it was, and so does the tuner's search after it."""
+    """Proposals before it is asked stay as they were, and so does the tuner's search after it."""
     replayed = Replayed(recording)
     ours, other = (SEARCHES[name](replayed, 60, 1) for name in ("this tuner", rival))
     assert other != ours
@@ -420,8 +422,8 @@ def test_committed_comparisons_are_of_the_configs_that_are_legal_today() -> None
 
 
 def test_no_rival_is_better_in_a_committed_comparison() -> None:
-    """After the last evaluation, without known winners, by more than two standard errors in any
-    space; and none but its own parts is as good in the mean of the spaces."""
+    """None is better after the last evaluation, without known winners, by more than two standard
+    errors in any space; and none but its own parts is as good in the mean of the spaces."""
     committed = json.loads((RECORDING_FILE.parent / "search_replay_h200.json").read_text())
     reached: dict[str, list[float]] = {}
     for sweep in committed["sweeps"]:
@@ -440,7 +442,7 @@ def test_no_rival_is_better_in_a_committed_comparison() -> None:
 def test_the_search_is_within_2_percent_of_the_optimum_after_100_evaluations(
     swept: Recording,
 ) -> None:
-    """With nine of ten seeds, and with seven of ten after 50; the benchmark has the table of 50
+    """Nine of ten seeds get there, and seven of ten after 50; the benchmark has the table of 50
     seeds. Random search must do clearly worse, or this would hold nothing."""
     names = ("random", "this tuner")
     lucky, ours = compare(swept, 24, names, checkpoints=(50, 100), processes=1, close=0.02)
@@ -454,6 +456,6 @@ def test_the_search_is_within_2_percent_of_the_optimum_after_100_evaluations(
 def test_known_winners_bring_a_search_within_1_percent_after_60_evaluations(
     swept: Recording,
 ) -> None:
-    """In all of 8 seeds; the benchmark has the table of 50."""
+    """All of 8 seeds get there; the benchmark has the table of 50."""
     (warm,) = compare(swept, 8, ["this tuner, warm"], checkpoints=(60,), processes=1)
     assert warm.close == (1.0,)

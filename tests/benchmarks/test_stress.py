@@ -111,7 +111,8 @@ def test_a_tool_that_is_not_installed_or_does_not_end_is_said(
 def test_kernels_under_the_sanitizer_pass_in_the_emulator(
     drawn: list[tuple[Variant, str]], strategy: str
 ) -> None:
-    """With the rows and the grid that compute-sanitizer gets. The emulator checks every access."""
+    """They have the rows and the grid that compute-sanitizer gets. The emulator checks every
+    access."""
     for variant, bug in drawn:
         if bug or str(strategy_of(variant.config)) != strategy:
             continue

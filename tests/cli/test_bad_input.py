@@ -255,7 +255,7 @@ def test_studies_that_a_disk_does_not_give(
 
 
 def test_missing_package_is_said() -> None:
-    """Where tune.py is started by another Python than that of the environment."""
+    """tune.py may be started by another Python than that of the environment."""
     script = (
         f"import sys; sys.modules['optuna'] = None; import tune; sys.exit(tune.main({RUN.split()}))"
     )
@@ -301,7 +301,7 @@ def test_nothing_is_imported_that_takes_seconds_and_is_not_needed(
 
 
 def test_a_path_without_the_folder_of_the_script(tmp_path: Path) -> None:
-    """As `python -P` makes it, and with another package of the generator's name."""
+    """`python -P` makes such a path, here with another package of the generator's name."""
     (tmp_path / "generator").mkdir()
     (tmp_path / "generator" / "__init__.py").touch()
     done = subprocess.run(

@@ -167,8 +167,8 @@ def test_finished_run_answers_again_without_a_trial(
 def test_a_run_that_finds_the_same_without_its_studies_changes_no_file(
     tmp_path: Path, rerun: Callable[..., tuple[int, str, str]]
 ) -> None:
-    """As in a fresh clone, which has the package and no studies: not even a date changes. The space
-    is tried whole, so the answer is the same."""
+    """A fresh clone has the package and no studies: not even a date changes. The space is tried
+    whole, so the answer is the same."""
     problem, out = Problem.parse("512x256:bf16"), tmp_path / "gb200"
     keep = LegalConfigs(load_space(), problem, GB200).first(1)[0]
     shrink(tmp_path, keep, store_hint=["default", "streaming"])

@@ -18,7 +18,8 @@ from normforge.table import ForwardTable, Table
 from tests.support.runs import trials
 
 MOST_SECONDS = 2.0
-"""From Ctrl-C to the end of the process, without the time in which others have the cores."""
+"""Seconds from Ctrl-C to the end of the process, without the time in which others have the
+cores."""
 SAYING = """
 import runpy, sys
 from generator.tuner.display import Status

@@ -45,7 +45,7 @@ def test_packed_studies_are_the_same_and_still_sealed(
     again = StudyLog(open_storage(journal), NAME).trials()
     assert [(t.params, t.values, t.user_attrs) for t in again] == before
     assert all(t.datetime_complete and not t.datetime_complete.microsecond for t in again)
-    assert won(search(open_storage(journal), trials=12)).trials == 12  # and goes on
+    assert won(search(open_storage(journal), trials=12)).trials == 12  # the search goes on
     at = content.index(b'"elapsed":') + len(b'"elapsed":')
     journal.write_bytes(content[:at] + b"9" + content[at:])
     with pytest.raises(NormforgeError, match="was changed, doubled or lost"):
@@ -82,7 +82,7 @@ def test_studies_that_a_run_writes_are_not_packed(journal: Path) -> None:
 
 
 def test_a_journal_does_not_replace_newer_studies(journal: Path) -> None:
-    """As after a `git pull`, where an earlier run has unpacked older ones."""
+    """After a `git pull`, an earlier run may have unpacked older studies."""
     packed = journal.parent / PACKED
     packed.write_bytes(b"newer")
     os.utime(journal, (0, 0))

@@ -1,4 +1,4 @@
-"""What a call may ask of any kernel at run time, and the options of a problem, on the CPU."""
+"""The options of a call at run time, and the options of a problem, on the CPU."""
 
 from __future__ import annotations
 
@@ -84,8 +84,11 @@ def test_gap_factor_divides_every_row(heads: int, tokens: int, data: st.DataObje
 @pytest.mark.parametrize(
     "shape",
     [
-        *("203x1024:bf16+offset", "203x1024:bf16+residual", "203x1024:bf16:fp32+residual_fp32"),
-        *("203x1024:fp32+offset+residual", "203x1024:fp16+offset+residual_fp32"),
+        "203x1024:bf16+offset",
+        "203x1024:bf16+residual",
+        "203x1024:bf16:fp32+residual_fp32",
+        "203x1024:fp32+offset+residual",
+        "203x1024:fp16+offset+residual_fp32",
     ],
 )
 def test_options_of_a_problem_are_computed(
@@ -146,13 +149,14 @@ def test_weight_that_is_not_there_is_not_read(target: Target) -> None:
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_dx_is_finite_as_far_as_smallest_eps_says(dtype: str, target: Target) -> None:
-    """And overflows where the square of rstd does, for which reason there is such a limit."""
+    """It overflows where the square of rstd does, for which reason there is such a limit."""
     problem = Problem.parse(f"6x1024:{dtype}")
     variant = plain_variant(problem, target)
     plain = make_inputs(problem, CPU)
 
     def finite(rms: float, gradient: float) -> bool:
-        """Of rows of this size whose dy is xhat times the gradient, with eps = 0."""
+        """Return True if dx is finite for rows of this size whose dy is xhat times the gradient,
+        with eps = 0."""
         x = (plain.x.double() * rms).to(plain.x.dtype)
         rstd = torch.rsqrt(x.float().square().mean(-1))
         dy = (x.float() * rstd[:, None] * gradient).to(x.dtype)

@@ -62,7 +62,7 @@ def check(variant: Variant, problem: Problem, pad: int = 0) -> None:
 def test_dx_over_dy_has_the_bits_of_a_dx_of_its_own(
     reduction: str, pipeline: str, reload: str, target: Target
 ) -> None:
-    """Of direct loads this says what the source does. What the assembler may do, it cannot say."""
+    """This says of direct loads what the source does. It cannot say what the assembler may do."""
     problem = Problem.parse("400x1024:bf16")
     knobs = {**REDUCTION[reduction], "pipeline": pipeline, "reload": reload, "cluster": 1}
     check(sample_variant(problem, target, len(reduction), **knobs), problem)
@@ -110,7 +110,7 @@ PLANTED = {
 
 @pytest.mark.parametrize("pipeline", PLANTED)
 def test_second_read_of_dy_is_found(pipeline: str, target: Target) -> None:
-    """After the stores of dx, where a dx of its own would hide it."""
+    """The read follows the stores of dx, where a dx of its own would hide it."""
     problem = Problem.parse("42x1024:bf16")
     knobs = {**REDUCTION["last_cta"], "pipeline": pipeline}
     variant = plain_variant(problem, target, **knobs | ({} if pipeline == "direct" else STAGES))

@@ -36,7 +36,7 @@ from tests.support.patience import patience
 from tests.support.samples import DETERMINISTIC, REDUCTION, plain_variant, sample_variant
 
 SEED = int(os.environ.get("NORMFORGE_EMULATE_SEED", "2026"))
-"""Of the sampled variants; every test id shows it."""
+"""The seed of the sampled variants; every test id shows it."""
 ROOT = REPOSITORY
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
@@ -109,16 +109,23 @@ def test_same_seed_gives_the_same_schedule(target: Target) -> None:
 @pytest.mark.parametrize(
     ("shape", "teams"),
     [
-        *(("43x1024:bf16", 1), ("43x1024:bf16", 2), ("43x1001:bf16", 1), ("43x1001:bf16", 2)),
-        *(("43x1022:fp32", 1), ("97x16:fp32", 8), ("97x1:fp16:fp32", 8), ("1x1:bf16", 8)),
+        ("43x1024:bf16", 1),
+        ("43x1024:bf16", 2),
+        ("43x1001:bf16", 1),
+        ("43x1001:bf16", 2),
+        ("43x1022:fp32", 1),
+        ("97x16:fp32", 8),
+        ("97x1:fp16:fp32", 8),
+        ("1x1:bf16", 8),
     ],
 )
 def test_mailbox_has_the_bits_of_column_slices(shape: str, teams: int, target: Target) -> None:
-    """The same adds in the same order, whatever travels: zeros and padding, NaN and infinity."""
+    """Both add the same in the same order, whatever travels: zeros and padding, NaN and
+    infinity."""
     problem = Problem.parse(shape)
     tuned = replace(problem, M=1 << 16)
     sampled = sample_variant(
-        *(tuned, target, SEED), **REDUCTION["mailbox"], pipeline="direct", rows_per_cta=teams
+        tuned, target, SEED, **REDUCTION["mailbox"], pipeline="direct", rows_per_cta=teams
     )
     plain = make_inputs(problem, CPU)
     zeros, wild = plain.dy.clone(), plain.dy.clone()
@@ -175,7 +182,7 @@ SHORT_TEAMS = {"threads_per_row": 8, "rows_per_cta": 8}
 def test_early_arrival_changes_no_bits(
     shape: str, knobs: dict[str, int | str], pipeline: str, target: Target
 ) -> None:
-    """Whether or not all CTAs are there at once, and whatever the call asks for."""
+    """Bits stay whether or not all CTAs are there at once, and whatever the call asks for."""
     problem = Problem.parse(shape)
     inputs = make_cancelling(problem, make_inputs(problem, CPU))
     knobs = {**REDUCTION["mailbox"], **knobs, "pipeline": pipeline}
@@ -205,10 +212,25 @@ def test_early_arrival_changes_no_bits(
 # ---- Sampled variants ----------------------------------------------------------------------------
 
 SHAPES = (
-    *("70x1:fp16", "64x6:bf16", "55x33:bf16:fp32", "61x77:fp32", "50x129:fp16", "97x333:bf16"),
-    *("300x256:bf16", "300x512:fp16:fp32", "97x1000:bf16", "200x1024:bf16:fp32", "99x2050:fp32"),
-    *("201x3072:fp16", "200x4096:fp32", "99x4104:bf16", "133x8192:bf16", "111x8192:fp32"),
-    *("120x16384:bf16:fp32", "99x2050:fp16+residual_fp32", "97x512:bf16+offset+residual"),
+    "70x1:fp16",
+    "64x6:bf16",
+    "55x33:bf16:fp32",
+    "61x77:fp32",
+    "50x129:fp16",
+    "97x333:bf16",
+    "300x256:bf16",
+    "300x512:fp16:fp32",
+    "97x1000:bf16",
+    "200x1024:bf16:fp32",
+    "99x2050:fp32",
+    "201x3072:fp16",
+    "200x4096:fp32",
+    "99x4104:bf16",
+    "133x8192:bf16",
+    "111x8192:fp32",
+    "120x16384:bf16:fp32",
+    "99x2050:fp16+residual_fp32",
+    "97x512:bf16+offset+residual",
 )
 
 
@@ -269,7 +291,8 @@ def test_the_samples_cover_the_space() -> None:
 
 
 def check_rows(variant: Variant, source: str, problem: Problem, schedules: int) -> Check:
-    """At addresses and strides that are multiples of the variant's vector and of nothing wider."""
+    """Check rows at addresses and strides that are multiples of the variant's vector and of nothing
+    wider."""
     spec, launch = small_launch(variant, problem.M)
     unit = variant["vector_bytes"] // problem.itemsize
     layout = Layout((unit, 3 * unit, 2 * unit), variant["vector_bytes"])
@@ -282,10 +305,22 @@ def check_rows(variant: Variant, source: str, problem: Problem, schedules: int) 
 @pytest.mark.parametrize(
     "shape",
     [
-        *("21x1:bf16:fp32", "21x553:bf16", "21x1001:bf16:fp32", "21x1024:bf16:fp32"),
-        *("21x1922:fp16:fp32", "21x3890:bf16", "21x4104:bf16:fp32", "21x7935:bf16"),
-        *("201x414:bf16", "21x15874:bf16", "21x999:fp32"),
-        *("21x513:bf16", "21x3073:fp32", "21x1032:fp16", "21x5120:bf16"),  # ends of brackets
+        "21x1:bf16:fp32",
+        "21x553:bf16",
+        "21x1001:bf16:fp32",
+        "21x1024:bf16:fp32",
+        "21x1922:fp16:fp32",
+        "21x3890:bf16",
+        "21x4104:bf16:fp32",
+        "21x7935:bf16",
+        "201x414:bf16",
+        "21x15874:bf16",
+        "21x999:fp32",
+        # The next ones are at the ends of brackets.
+        "21x513:bf16",
+        "21x3073:fp32",
+        "21x1032:fp16",
+        "21x5120:bf16",
     ],
 )
 def test_fallback_variant_serves_rows_of_its_bracket(shape: str, target: Target) -> None:
@@ -309,8 +344,15 @@ def test_fallback_variant_serves_rows_of_its_bracket(shape: str, target: Target)
 
 
 LONG_ROWS = (
-    *("21x20480:bf16", "21x16392:bf16:fp32", "9x24576:fp16", "9x24580:fp32"),
-    *("9x40008:bf16", "5x57352:fp16:fp32", "5x65536:fp32", "1x16392:bf16", "170x16392:bf16"),
+    "21x20480:bf16",
+    "21x16392:bf16:fp32",
+    "9x24576:fp16",
+    "9x24580:fp32",
+    "9x40008:bf16",
+    "5x57352:fp16:fp32",
+    "5x65536:fp32",
+    "1x16392:bf16",
+    "170x16392:bf16",
 )
 
 
@@ -351,7 +393,7 @@ def test_wrong_parts_of_long_rows_are_found_out(
 
 
 def test_rows_below_the_least_are_found_out(target: Target) -> None:
-    """Why nobody may hand a fallback kernel shorter rows than its least: it does not look."""
+    """Nobody may hand a fallback kernel rows shorter than its least, because it does not look."""
     problem = Problem.parse("21x512:bf16")
     for variant in fallback_variants(target, [("bf16", "bf16")]):
         if (variant.N, variant.least, variant["vector_bytes"]) == (1536, 1025, 16):
@@ -419,7 +461,8 @@ def test_few_rows(reduction: str, shape: str, target: Target) -> None:
 def test_many_partial_rows(reduction: str, target: Target) -> None:
     """More partial rows than a tail's lanes read at once, and groups of more than two."""
     variant = plain_variant(
-        *("333x256:fp32", target),
+        "333x256:fp32",
+        target,
         **{**REDUCTION[reduction], "threads_per_row": 64, "rows_per_cta": 2, "ctas_per_sm": 2},
     )
     problem = Problem.parse("333x256:fp32")

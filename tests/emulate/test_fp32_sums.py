@@ -43,7 +43,7 @@ def dw_errors(
 
 
 def in_a_row(source: str) -> str:
-    """The same kernel with all rows of a thread added one after another."""
+    """Return the source of the same kernel with all rows of a thread added one after another."""
     return source.replace("    blocks.end_batch(partial);\n", "")
 
 
@@ -66,7 +66,7 @@ def in_a_row(source: str) -> str:
 def test_many_rows_of_a_team_cost_little(
     shape: str, knobs: dict[str, int | str], target: Target
 ) -> None:
-    """At 300 rows for each of 16 teams (150 for 8 clusters) the error is about that of PyTorch's
+    """The error at 300 rows for each of 16 teams (150 for 8 clusters) is about that of PyTorch's
     operations on the CPU, which add in pairs; one after another it is a third larger at least."""
     problem = Problem.parse(shape)
     strategy = {"strategy": "column_slices", "rows_per_cta": 8}

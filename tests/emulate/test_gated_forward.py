@@ -108,7 +108,7 @@ def test_any_eps_is_that_of_the_call(name: str, target: Target) -> None:
 
 @of_name
 def test_it_is_what_pytorch_computes(name: str, target: Target) -> None:
-    """Beside the formula of the operation: PyTorch's norm and activations."""
+    """PyTorch's norm and activations stand beside the formula of the operation."""
     problem = Problem.parse(f"{name}:42x1024:fp32")
     inputs = OPERATIONS[name].make_inputs(problem, CPU)
     activation, norm_before_gate = next(
@@ -130,7 +130,7 @@ GATES = torch.tensor(
 
 @of_name
 def test_gates_of_any_size_have_their_value(name: str, target: Target) -> None:
-    """Beyond 87 those of 87: what is left of a sigmoid there is 1e-38."""
+    """Gates beyond 87 have the value of 87: what is left of a sigmoid there is 1e-38."""
     problem = Problem.parse(f"{name}:16x64:fp32")
     given = OPERATIONS[name].make_inputs(problem, CPU)
     z = GATES.repeat(4).expand(16, 64).contiguous()

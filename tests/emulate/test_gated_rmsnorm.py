@@ -117,7 +117,7 @@ GATES = torch.tensor(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_gates_of_any_size_have_their_value_and_slope(name: str, target: Target) -> None:
-    """Beyond 87 those of 87: what is left of a sigmoid there is 1e-38."""
+    """Gates beyond 87 have those of 87: what is left of a sigmoid there is 1e-38."""
     problem = Problem.parse(f"{name}:16x64:fp32")
     given = OPERATIONS[name].make_inputs(problem, CPU)
     z = GATES.repeat(4).expand(16, 64).contiguous()

@@ -30,7 +30,7 @@ from generator.target import Target
 from tests.support.samples import REDUCTION, plain_variant
 
 SEED = int(os.environ.get("NORMFORGE_EMULATE_SEED", "2026"))
-"""Of the sampled variants; every test id shows it."""
+"""The seed of the sampled variants; every test id shows it."""
 ROOT = REPOSITORY
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
@@ -205,8 +205,13 @@ def test_without_a_compiler_the_checks_are_reported_as_not_run(
 ) -> None:
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "generator.emulate"),
-            *("--strategy", "semaphore", "--shape", "64x1024:bf16"),
+            sys.executable,
+            "-m",
+            "generator.emulate",
+            "--strategy",
+            "semaphore",
+            "--shape",
+            "64x1024:bf16",
         ],
         cwd=ROOT,
         env=os.environ | {"PATH": "", "CXX": ""},

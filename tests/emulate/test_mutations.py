@@ -98,7 +98,7 @@ PLANTED = {
         "read_relaxed(ledger)",
         r"race: reads scratch\[.*which CTA \d+ thread \d+ wrote",
     ),
-    # Who waits for whom.
+    # Bugs in who waits for whom.
     "looked at before the own arrival": Mutation(
         "column_slices",
         "      const Ledger before = arrive(ledger(), arrival(participant));\n",
@@ -196,7 +196,7 @@ PLANTED = {
         f"{PATIENT}      if (!complete(before)) {{",
         f"{IMPATIENT}      if (!complete(before) && starts(before) < participants) {{",
         r"deadlock: .* waits for counters\[\d\] to change from 0",
-        deadline=10.0,  # in one of the later schedules, CTAs look again and again for ever
+        deadline=10.0,  # CTAs look again and again for ever in a later schedule
     ),
     "void entry not taken back": Mutation(
         "column_slices",
@@ -313,7 +313,7 @@ PLANTED = {
         r"deadlock: .* waits? for zeroed\[\d, \d+\] to arrive.*have not started",
         residency=2,
     ),
-    # Who arrives before the last rows.
+    # Bugs in who arrives before the last rows.
     "last batch not noticed": Mutation(
         "mailbox",
         "if (schedule.ahead(1) >= rows.batches) strategy.announce",
@@ -386,8 +386,8 @@ def test_unmutated_kernel_passes_the_same_schedules(name: str, target: Target) -
 def test_no_word_is_taken_for_arrived_by_the_ledger(
     shape: str, arrival: str, target: Target
 ) -> None:
-    """Who sees that all have started need not wait until all have arrived: words are then asked for
-    while they are on their way."""
+    """A CTA that sees that all have started need not wait until all have arrived: words are then
+    asked for while they are on their way."""
     mutation = Mutation("mailbox", "", "", "", {"arrival": arrival}, shape)
     variant = make(mutation, target)
     source = render(variant)
@@ -446,7 +446,7 @@ def test_any_number_of_resident_ctas_is_enough(reduction: str, shape: str, targe
 def test_slices_may_be_handed_over_at_any_time(
     reduction: str, knobs: dict[str, int | str], target: Target
 ) -> None:
-    """Also when all have started, and at the moment of the last arrival."""
+    """It may be when all have started, and at the moment of the last arrival."""
     for slice_columns in (16, 128):
         mutation = Mutation(reduction, "", "", "", {"slice_columns": slice_columns, **knobs})
         variant = make(mutation, target)

@@ -23,12 +23,13 @@ pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ com
 
 SPACE = load_space()
 SHAPES = (
-    *("64x512:bf16", "100x1024:fp16", "64x4096:fp32", "100x1024:bf16+residual"),
-    *(
-        "60x8192:bf16+residual_fp32",
-        "100x1024:bf16:fp32+offset",
-        "layernorm_backward:100x1024:bf16",
-    ),
+    "64x512:bf16",
+    "100x1024:fp16",
+    "64x4096:fp32",
+    "100x1024:bf16+residual",
+    "60x8192:bf16+residual_fp32",
+    "100x1024:bf16:fp32+offset",
+    "layernorm_backward:100x1024:bf16",
 )
 
 
@@ -68,38 +69,64 @@ def example(**knobs: Any) -> tuple[Variant, Problem]:
 
 BUGS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "reads are not fenced before a stage is handed back": (
-        *("    fence_async_shared();\n    warp_barrier();", "    warp_barrier();"),
-        *("no proxy fence: hands a stage back", {}),
+        "    fence_async_shared();\n    warp_barrier();",
+        "    warp_barrier();",
+        "no proxy fence: hands a stage back",
+        {},
     ),
     "a stage is handed back before it is read": (
         "    pipeline.await();\n    pipeline.read(xs, dys, batch);\n",
         "    pipeline.await();\n    pipeline.release();\n    pipeline.read(xs, dys, batch);\n",
-        *("", {}),
+        "",
+        {},
     ),
     "one warp hands a stage back for all": (
-        *("mbarrier_init(&empty[s], kWarpsPerRow);", "mbarrier_init(&empty[s], 1);"),
-        *("", {"threads_per_row": 128}),
+        "mbarrier_init(&empty[s], kWarpsPerRow);",
+        "mbarrier_init(&empty[s], 1);",
+        "",
+        {"threads_per_row": 128},
     ),
     "the producer does not wait for a stage": (
-        *("        mbarrier_wait(&empty[team * kStages + into], turn);\n", "", "", {}),
+        "        mbarrier_wait(&empty[team * kStages + into], turn);\n",
+        "",
+        "",
+        {},
     ),
     "the producer waits for a phase too many": (
-        *("unsigned turn = 1;", "unsigned turn = 0;", "deadlock", {}),
+        "unsigned turn = 1;",
+        "unsigned turn = 0;",
+        "deadlock",
+        {},
     ),
     "too few bytes are expected": (
-        *("valid * (2 * kRowBytes + kResidualRowBytes)", "valid * (kRowBytes)", "", {}),
+        "valid * (2 * kRowBytes + kResidualRowBytes)",
+        "valid * (kRowBytes)",
+        "",
+        {},
     ),
     "rows of the next team are asked for": (
-        *("fetch(batch + team, team", "fetch(batch + (team + 1) % kTeams, team", "", {}),
+        "fetch(batch + team, team",
+        "fetch(batch + (team + 1) % kTeams, team",
+        "",
+        {},
     ),
     "a team meets at the barrier of the CTA": (
-        *("named_barrier(1 + team_index(), kThreadsPerRow)", "cta_barrier()", "", {}),
+        "named_barrier(1 + team_index(), kThreadsPerRow)",
+        "cta_barrier()",
+        "",
+        {},
     ),
     "teams read weights that are not all written": (
-        *("  named_barrier(1 + kTeams, kThreads);", "", "race", {"weight_in": "smem"}),
+        "  named_barrier(1 + kTeams, kThreads);",
+        "",
+        "race",
+        {"weight_in": "smem"},
     ),
     "the producer's lane sets up barriers of a team that there is not": (
-        *(" && team_index() < kTeams", "", "where an mbarrier is", {"cluster": 2}),
+        " && team_index() < kTeams",
+        "",
+        "where an mbarrier is",
+        {"cluster": 2},
     ),
 }
 

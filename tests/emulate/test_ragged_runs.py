@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ com
 def test_rows_behind_the_last_whole_run_are_a_run(
     strategy: str, leaves: str, pipeline: str
 ) -> None:
-    """Of integers, so that dw is exact in any order."""
+    """The rows hold integers, so that dw is exact in any order."""
     problem = Problem(1, 256, "bf16", "bf16", operation="rmsnorm_invariant_backward")
     order = space_of(problem.operation).fixed_for(problem)
     slab = CHUNK_ROWS // order["group_rows"] * order["run_rows"]
@@ -46,7 +46,11 @@ def test_rows_behind_the_last_whole_run_are_a_run(
     inputs = replace(drawn, x=x.bfloat16(), dy=dy.bfloat16(), rstd=torch.ones(M))
     spec, launch = small_launch(variant, M, 3)
     runs = run_schedules(
-        *(render(variant), spec, launch, inputs, [Schedule(0, launch.grid)]),
+        render(variant),
+        spec,
+        launch,
+        inputs,
+        [Schedule(0, launch.grid)],
         call_options=CallOptions(dw_mode=DW_IN_FP32),
     )
     assert runs.faults == []

@@ -23,7 +23,7 @@ from tests.support.mutations import (
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
 
 FEW_SCHEDULES = 50
-"""For what goes wrong under all of them, and takes more rows than the rest."""
+"""Schedules for what goes wrong under all of them, and takes more rows than the rest."""
 
 PLANTED = {
     "last row of a ragged tile read": Mutation(

@@ -22,7 +22,7 @@ from tests.support.emulator import WITHOUT_DW, WITHOUT_DX
 from tests.support.samples import DETERMINISTIC, REDUCTION, plain_variant, sample_variant
 
 SEED = int(os.environ.get("NORMFORGE_EMULATE_SEED", "2026"))
-"""Of the sampled variants; every test id shows it."""
+"""The seed of the sampled variants; every test id shows it."""
 ROOT = REPOSITORY
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
@@ -30,8 +30,14 @@ pytestmark = needs_compiler
 
 
 SHORT = (
-    *("77x64:bf16", "300x128:fp16:fp32", "157x256:bf16", "155x64:fp32", "211x100:bf16"),
-    *("97x64:bf16+offset+residual", "155x128:fp16+residual_fp32", "41x8:bf16"),
+    "77x64:bf16",
+    "300x128:fp16:fp32",
+    "157x256:bf16",
+    "155x64:fp32",
+    "211x100:bf16",
+    "97x64:bf16+offset+residual",
+    "155x128:fp16+residual_fp32",
+    "41x8:bf16",
 )
 """Numbers of rows that are no multiple of a batch; widths with and without idle threads."""
 
@@ -43,7 +49,9 @@ def short_variant(shape: str, reduction: str, pipeline: str, per_row: int, index
     for threads in (per_row, 8):
         try:
             return sample_variant(
-                *(problem, target, SEED + index),
+                problem,
+                target,
+                SEED + index,
                 **{**REDUCTION[reduction], "pipeline": pipeline, "threads_per_row": threads},
             )
         except NormforgeError:

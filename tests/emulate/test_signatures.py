@@ -192,7 +192,7 @@ WRONG: dict[str, tuple[RowOperation, str, str, CallOptions, str]] = {
     ),
     "a row too many is read": (
         *(BLEND, "row < args.rows", "row <= args.rows", CallOptions(inner=4)),
-        r"out of bounds: reads 4 bytes at a\[15, \d+\]",  # behind three gaps of one row
+        r"out of bounds: reads 4 bytes at a\[15, \d+\]",  # it lies behind three gaps of one row
     ),
     "rows between those of two tokens are read": (
         *(BLEND, "* args.name##_gap", "* 0 + args.name##_gap", CallOptions(inner=3)),

@@ -1,4 +1,4 @@
-"""What the emulator's outcomes say about a variant; no program runs."""
+"""The emulator's outcomes become verdicts about a variant; no program runs."""
 
 from __future__ import annotations
 

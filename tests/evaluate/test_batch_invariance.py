@@ -37,7 +37,7 @@ def rows_of(M: int) -> Inputs:
 
 
 class Honest:
-    """Like a kernel: dx by rows, dw by chunks of rows that are added one after another."""
+    """Stands in for a kernel: dx by rows, dw by chunks of rows that are added one after another."""
 
     def __init__(self) -> None:
         self.calls: list[SimpleNamespace] = []
@@ -96,7 +96,7 @@ class DwOfTheGrid(Honest):
 
 
 class DwOfPairsOfChunks(Honest):
-    """The same whatever the grid, but not what micro-batches add up to."""
+    """A dw that is the same whatever the grid, but not what micro-batches add up to."""
 
     def dw(self, start: torch.Tensor, chunks: list[torch.Tensor]) -> torch.Tensor:
         return start + super().dw(torch.zeros_like(start), chunks[::-1])
@@ -133,7 +133,7 @@ def test_kernel_whose_bits_depend_on_the_rows_alone_passes(
 def test_bits_that_depend_on_more_are_found(
     check: Callable[..., str], stand_in: type[Honest], says: str, seed: int
 ) -> None:
-    """With the cases of the finals, whatever the seed."""
+    """The cases of the finals find them, whatever the seed."""
     fault = check(stand_in(), seed=seed)
     assert fault.startswith("dx of rows" if "whole batch" in says else "dw of rows")
     assert says in fault

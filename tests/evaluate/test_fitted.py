@@ -52,7 +52,7 @@ def test_fitted_file_is_of_the_committed_studies() -> None:
 
 @pytest.mark.parametrize("name", ["widths", "gpus", "layernorm"])
 def test_committed_scores_are_of_the_studies_that_the_fit_saw(name: str) -> None:
-    """So a page does not show how an older model ranks."""
+    """A page then does not show how an older model ranks."""
     scores = read(f"prediction_{name}")
     for gpu, found in scores.items():
         assert found["studies"] == FITTED.studies, f"{gpu}: docs/prediction.md has the commands"
@@ -117,7 +117,7 @@ def test_revision_follows_the_code_and_not_what_people_read() -> None:
 
 
 def test_committed_predictions_have_the_name_of_todays_model() -> None:
-    """On every Python, so nobody searches again for what is known."""
+    """The name is the same on every Python, so nobody searches again for what is known."""
     assert model_revision() == "a7019b14", "docs/prediction.md: when the model changes"
 
 
@@ -159,7 +159,7 @@ def test_strategy_counts_more_than_all_carried_knobs() -> None:
     assert agreement(votes, mailbox | carried) > agreement(votes, mailbox | bare)
 
 
-# What follows for winners.
+# The consequences for winners.
 
 
 def final(ratio: float, **knobs: str) -> tuple[dict[str, int | str], Result]:
@@ -178,7 +178,7 @@ FINALS = [
 
 @pytest.mark.parametrize(("won", "chosen"), [("mailbox", 3), ("separate", 1)])
 def test_equal_predictions_go_to_what_won(won: str, chosen: int) -> None:
-    """Even if that needs a launch more."""
+    """They do even if that needs a launch more."""
     likes = Preference(0.02, lambda config: float(config["strategy"] == won))
     choice = choose(FINALS, lambda config: (0,), None, likes)
     assert choice is not None

@@ -1,4 +1,4 @@
-"""On a GPU: every strategy is right and repeats its bits, and the harness catches what is not.
+"""Every strategy is right and repeats its bits on a GPU, and the harness catches what is not.
 
 The harness is the one that tunes: the session and the worker of `generator.evaluate.gpu`.
 """
@@ -111,7 +111,7 @@ def bench_of(workload: Workload, v: Variant, target: Target, old: str = "", new:
 
 
 def has_configs(reduction: str, problem: Problem) -> bool:
-    """Whether the space of an operation has this reduction and the problem's rows."""
+    """Return True if the space of an operation has this reduction and the problem's rows."""
     space = space_of(problem.operation)
     values = {knob.name: knob.values for knob in space.knobs}
     fixed = [(entry.widths, entry.dtypes) for entry in space.fixed]
@@ -183,7 +183,7 @@ def test_bits_and_call_options_are_right(
 def test_order_of_arrival_is_refuted(
     here: Target, workload: Callable[[str], Workload], reduction: str
 ) -> None:
-    """Else the harness would not see what it is there for."""
+    """The harness would otherwise not see what it is there for."""
     if reduction not in reductions_of(here):
         pytest.skip(f"{here} has no bulk copies")
     work = workload("4096x1024:bf16")

@@ -1,4 +1,5 @@
-"""What the cache flush asks of the driver. What it does to a cache: tests/evaluate/test_gpu.py."""
+"""The cache flush's requests to the driver. Its effect on a cache is in
+tests/evaluate/test_gpu.py."""
 
 # ruff: noqa: N802 (the fake driver has the names of the real one)
 
@@ -74,7 +75,7 @@ def test_flush_is_as_large_as_the_l2_needs(
 ) -> None:
     properties = SimpleNamespace(L2_cache_size=l2_mib << 20)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    device = torch.device("meta")  # which has no such memory
+    device = torch.device("meta")  # meta tensors have no such memory
 
     def place(tensor: Any) -> int:
         return 0

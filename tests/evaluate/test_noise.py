@@ -273,7 +273,7 @@ def test_short_kernels_are_ranked_by_more_blocks(floor_us: float, blocks: int) -
 
 
 def test_the_winner_is_chosen_while_inputs_rotate() -> None:
-    """And trials are timed after a flush: the floor of one condition says nothing of the other."""
+    """Trials are timed after a flush: the floor of one condition says nothing of the other."""
     measuring = evaluator(World())
     made = [entry(config) for config in SOUND[:3]]
     for one in made:
@@ -300,7 +300,7 @@ def test_finals_say_where_inputs_could_not_rotate(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_neighbour_costs_short_kernels_blocks_but_no_winner() -> None:
-    """When no pause is left, as many clean blocks are enough as for long kernels."""
+    """Once no pause is left, as many clean blocks are enough as for long kernels."""
     blocks = set()
     for seed in range(20):
         noisy_blocks = random.Random(seed)
@@ -374,7 +374,7 @@ def test_endless_noise_ends_without_a_winner_and_calm_continues_from_there(tmp_p
 
 
 def test_records_with_a_slow_reference_count_as_noisy_fastest_first() -> None:
-    """By their times: a slow floor makes a trial's own ratio too good."""
+    """Their times rank them: a slow floor makes a trial's own ratio too good."""
 
     def record(place: int, ratio: float, floor_us: float, **more: Any) -> Record:
         result = Result("ok", ratio * floor_us, floor_us, ratio, **more)
@@ -394,7 +394,8 @@ def test_records_with_a_slow_reference_count_as_noisy_fastest_first() -> None:
 
 REPETITIONS = 200
 OFFSETS = (0.015, 0.003, 0.0, 0.008, 0.04, 0.002, 0.025, 0.06)
-"""Of the finalists from the best, in the order of the space: the first would win every tie."""
+"""Distances of the finalists from the best, in the order of the space: the first would win every
+tie."""
 
 
 class Planted(Landscape):
@@ -408,7 +409,7 @@ def stormy(seed: int) -> World:
 
 
 def winners(timed: Callable[[World], list[Result]]) -> Counter[float]:
-    """How often a finalist of that offset won, over many repetitions."""
+    """Count how often a finalist of each offset won, over many repetitions."""
     found: Counter[float] = Counter()
     for seed in range(REPETITIONS):
         finals = list(zip(SOUND[: len(OFFSETS)], timed(stormy(seed)), strict=True))

@@ -1,4 +1,4 @@
-"""Who takes turns when: the orders themselves, and the timer's launches on a clock of its own."""
+"""The orders in which operations take turns, and the timer's launches on a clock of its own."""
 
 from __future__ import annotations
 

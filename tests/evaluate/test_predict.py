@@ -147,7 +147,7 @@ def test_more_rows_are_never_faster(
     variant = variant_of(
         Problem.parse("65536x1024:bf16"), threads_per_row=128, **knobs, rows_per_cta=2
     )
-    # From the second round on: before it a new row brings a new CTA, which speeds dw up.
+    # This holds from the second round on: before it a new row brings a CTA, which speeds dw up.
     rows = H200.sms * rows_in_flight * 2 * (1 + rounds) + beyond
     few, many = (Problem(M, 1024, "bf16", "bf16") for M in (rows, rows + more))
     slower = predict_us(variant, LEAN, many, H200).us
@@ -278,7 +278,7 @@ def test_partials_that_leave_l2_cost_memory_bandwidth() -> None:
     assert outside["sums"] >= inside["sums"]
 
 
-# What the search gets.
+# The answers to a search.
 
 
 def compiled(resources: Resources = LEAN) -> Compiled:

@@ -1,4 +1,4 @@
-"""What the dw reduction of each strategy adds to a prediction: differences that can be said by hand
+"""The dw reduction of each strategy adds to a prediction: differences that can be said by hand
 (docs/prediction.md)."""
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def test_sets_are_more_than_twice_the_l2(set_bytes: int, l2_bytes: int) -> None:
 
 
 def test_large_inputs_leave_three_quarters_of_what_is_free() -> None:
-    """And rotate as long as one set displaces another one."""
+    """They rotate as long as one set displaces another one."""
     assert [sets_for(gib << 30, 60 << 20, FREE_BYTES) for gib in (3, 5, 13, 15)] == [6, 4, 2, 2]
     assert sets_for(16 << 30, 60 << 20, FREE_BYTES) == 1
     assert sets_for(100 << 20, 60 << 20, 700 << 20) == 1, "two sets do not fit beside the first"
@@ -54,7 +54,7 @@ def test_a_timer_flushes_or_rotates(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_set_is_the_one_used_longest_ago(
     monkeypatch: pytest.MonkeyPatch, count: int, sets: int
 ) -> None:
-    """Also where a replay follows another, whatever the number of launches is."""
+    """It is also where a replay follows another, whatever the number of launches is."""
     clock = FakeClock(monkeypatch)
 
     def operation(name: str) -> list[Callable[[], None]]:
@@ -80,7 +80,7 @@ def test_an_operation_with_one_set_is_flushed(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_results_live_until_their_set_is_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that outputs, too, which a call makes anew, rotate through memory."""
+    """Outputs that a call makes anew rotate through memory, too."""
     FakeClock(monkeypatch)
     made: list[weakref.ref[torch.Tensor]] = []
     alive: list[int] = []

@@ -48,7 +48,8 @@ def digest_of(tensors: dict[str, torch.Tensor]) -> str:
 def test_numbers_are_the_same_whoever_makes_them(
     name: str, shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With whatever PyTorch, and in whatever chunks: packages record what comes of them."""
+    """The version of PyTorch and the chunks do not matter: packages record what comes of the
+    numbers."""
     found = inputs_of(OPERATIONS[name], shape)
     assert digest_of(found) == DIGESTS[name, shape]
     assert digest_of(inputs_of(OPERATIONS[name], shape, seed=5)) == digest_of(found)
@@ -61,7 +62,7 @@ def test_numbers_are_the_same_whoever_makes_them(
 
 
 def test_a_digest_is_the_same_whoever_makes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also in other chunks: packages record it."""
+    """Other chunks give the same: packages record the digest."""
     outputs = {
         "dx": Guarded((6, 8), torch.bfloat16, CPU),
         "copy": Guarded((5, 3), torch.bfloat16, CPU),
@@ -81,7 +82,7 @@ def test_a_digest_is_the_same_whoever_makes_it(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_order_of_a_sum_over_rows_shows_in_its_bits() -> None:
-    """Also once it is rounded to bf16, and by a swap of two partial sums."""
+    """It shows also once the sum is rounded to bf16, and by a swap of two partial sums."""
     found = inputs_of(OPERATIONS["rmsnorm_backward"], "512x256:bf16")
     terms = found["dy"].float() * found["x"].float() * found["rstd"][:, None]
     parts = terms.view(16, 32, 256).sum(1)

@@ -43,7 +43,7 @@ def rounded(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tenso
 
 
 def faults(problem: Problem, inputs: Inputs, dx: torch.Tensor, dw: torch.Tensor) -> str:
-    """What the accuracy check says about outputs."""
+    """Return what the accuracy check says about outputs."""
     reference = make_reference(problem, inputs)
     dx_slack, dw_slack = reference.scales["dx"] * FP32_SLACK, reference.scales["dw"] * FP32_SLACK
     _, in_dx = compare("dx", dx, reference.outputs["dx"], HALF_UNIT[problem.dtype], dx_slack)
@@ -102,7 +102,7 @@ def test_every_term_of_dx_shows_in_the_inputs(problem: Problem) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_inputs_have_a_large_mean_in_every_row_and_a_small_dw(dtype: str) -> None:
-    """So that a wrong mean shows in dx, and one lost row in dw."""
+    """A wrong mean shows in dx then, and one lost row in dw."""
     problem = Problem(256, 2048, dtype, dtype)
     inputs = make_inputs(problem, CPU)
     xhat = inputs.x.double() * inputs.rstd.double()[:, None]
@@ -114,7 +114,7 @@ def test_inputs_have_a_large_mean_in_every_row_and_a_small_dw(dtype: str) -> Non
 
 
 def test_large_problems_are_worked_through_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same numbers whatever the size of a chunk, dw but for its order of summation."""
+    """Numbers are the same whatever the size of a chunk, dw but for its order of summation."""
     problem = Problem(37, 64, "fp32", "fp32")
     inputs = make_inputs(problem, CPU)
     whole = make_reference(problem, inputs)
@@ -261,7 +261,7 @@ def test_damaged_output_is_caught_and_the_first_bad_element_named(
 @pytest.mark.parametrize("problem", KINDS, ids=str)
 @pytest.mark.parametrize("sign", [1, -1])
 def test_two_units_in_the_last_place_are_caught(problem: Problem, sign: int) -> None:
-    """For fp32, where the bound is one of fp32 arithmetic, a few hundred units."""
+    """The bound is a few hundred units for fp32, where it is one of fp32 arithmetic."""
     inputs = make_inputs(problem, CPU)
     good_dx, good_dw = rounded(problem, inputs)
     dx, dw = good_dx.clone(), good_dw.clone()

@@ -156,7 +156,7 @@ def test_every_example_is_run() -> None:
 
 
 def test_slurm_script_starts_one_tuner_on_all_gpus_of_a_node(tmp_path: Path) -> None:
-    """With a database that is there already; `srun` says what it was told to run."""
+    """The database is there already; `srun` says what it was told to run."""
     srun = tmp_path / "srun"
     srun.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     srun.chmod(0o755)
@@ -225,8 +225,8 @@ def test_existing_models_get_pytorchs_results(done: Runs) -> None:
 
 
 def test_main_grad_is_the_sum_over_micro_batches(done: Runs) -> None:
-    """In fp32 up to the few elements of y that are rounded to the other neighbour in bf16; the
-    gradient that flows on through dx is bf16."""
+    """It is in fp32 up to the few elements of y that are rounded to the other neighbour in bf16;
+    the gradient that flows on through dx is bf16."""
     run = done.runs["main_grad.py"]
     assert run.forward == 4
     numbers = dict(run.numbers)

@@ -75,12 +75,12 @@ def as_compiled(struct: str) -> type[ctypes.Structure]:
 
 
 def addressed(signature: Signature) -> list[Tensor]:
-    """What a call is given by address."""
+    """Return the tensors that a call is given by address."""
     return [tensor for tensor in signature.tensors if tensor.role != "number"]
 
 
 def places(structure: type[ctypes.Structure]) -> dict[str, tuple[int, int]]:
-    """Where each member begins and ends."""
+    """Return where each member begins and ends."""
     found = {name: getattr(structure, name) for name, *_ in structure._fields_}
     return {name: (at.offset, at.offset + at.size) for name, at in found.items()}
 
@@ -237,7 +237,8 @@ def test_block_of_any_signature_holds_every_value(signature: Signature) -> None:
 
 
 def test_rows_step_as_their_tensors_do() -> None:
-    """In the order of the signature, whatever the order of the layouts; what has none is dense."""
+    """Rows are in the order of the signature, whatever the order of the layouts; a tensor without
+    one is dense."""
     signature = RMSNORM_BACKWARD.signature
     assert [tensor.name for tensor in signature.strided] == ["x", "dy", "dresidual", "dx"]
     packed_rows = {"dy": RowLayout(64, 4, 720), "x": RowLayout(32, 4, 512)}

@@ -16,6 +16,7 @@ from generator import paths
 from generator.kernels import code_digest as module
 from generator.kernels import render
 from generator.kernels.code_digest import code_digest
+from generator.kernels.knobs import KNOBS
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.render import without_comments
 from generator.kernels.strategies import STRATEGIES
@@ -37,7 +38,7 @@ FORWARDS = forward_variants(PROBLEM, TARGET)
 
 
 def variants() -> list[Variant]:
-    """One of every strategy and pipeline."""
+    """Return a variant of every strategy and pipeline."""
     found = {}
     for strategy in dict.fromkeys(s.name for s in STRATEGIES):
         for pipeline in ("bulk", "direct", "async"):
@@ -49,7 +50,7 @@ def variants() -> list[Variant]:
 
 
 def digests() -> list[str]:
-    """Of all variants, from the templates that are there now."""
+    """Return the digests of all variants, from the templates that are there now."""
     render._file.cache_clear()
     render._fragment.cache_clear()
     render.environment.cache_clear()
@@ -66,7 +67,7 @@ def templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
         monkeypatch.setattr(reader, "TEMPLATES", folder)
     yield folder
     monkeypatch.undo()
-    digests()  # of the real ones, for the next test
+    digests()  # the real ones again, for the next test
 
 
 def test_comments_and_empty_lines_are_no_code(templates: Path) -> None:
@@ -168,16 +169,18 @@ def committed() -> list[dict[str, Any]]:
 def test_committed_studies_are_of_todays_code(
     committed: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of every hundredth trial and every winner: a change that this test does not pass measures
-    300 shapes again."""
-    monkeypatch.setattr(module, "nvrtc_version", lambda: "13.0")  # that measured them
+    """Every hundredth trial and every winner is checked: a change that this test does not pass
+    measures 300 shapes again."""
+    monkeypatch.setattr(module, "nvrtc_version", lambda: "13.0")  # this version measured them
     monkeypatch.setattr(module, "_digests", {})
+    neutral = {name: facts.neutral for name, facts in KNOBS.items() if facts.neutral is not None}
     names = [entry["study_name"] for entry in committed if entry["op_code"] == 0]
     trials = [entry for entry in committed if entry["op_code"] == 4]
     assert len(names) == 308 and sum(name.startswith("layernorm") for name in names) == 47
     for entry in trials[::100]:
         choices = {k: json.loads(d)["attributes"] for k, d in entry["distributions"].items()}
-        config = {k: choices[k]["choices"][int(i)] for k, i in entry["params"].items()}
+        known = {k: choices[k]["choices"][int(i)] for k, i in entry["params"].items()}
+        config = {**neutral, **known}  # with the knobs that came later
         problem = Problem.parse(names[entry["study_id"]].partition("@")[0])
         assert without_space(names[entry["study_id"]]) == study_name(problem, TARGET, "measured")
         variant = make_variant(config, problem)

@@ -76,7 +76,7 @@ def without_builtins(variant: Variant, arch: str, cache: Path) -> Compiled:
 
 
 def test_a_compiler_that_does_not_work_is_no_fault_of_a_variant(tmp_path: Path) -> None:
-    """Else a study would keep every config as one that does not compile."""
+    """A study would otherwise keep every config as one that does not compile."""
     (variant, other) = variants()
     with CompilePool("sm_90a", 1, tmp_path, compile=without_builtins) as pool:
         with pytest.raises(CompilerError, match="not whole"):
@@ -125,7 +125,7 @@ class Ill:
         raise errors[self.way]
 
     def pool(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> CompilePool:
-        """Of an ill machine, which is given so many seconds."""
+        """Return the pool of an ill machine, which is given so many seconds."""
         (self.folder / "ill").touch()
         monkeypatch.setattr(compile_pool, "FIRST_PAUSE", 0.1)
         monkeypatch.setattr(compile_pool, "CHECK_SECONDS", 2.0)
@@ -309,7 +309,7 @@ def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and waits to be reaped does not."""
+    """Return True if a process runs; one that has ended and waits to be reaped does not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What a config means, counted by hand where the templates rely on the number."""
+"""Numbers that follow from a config, counted by hand where the templates rely on them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def variant(shape: str = "4096x1024:bf16", **knobs: int | str) -> Variant:
 
 
 def changed(own: Variant, **knobs: int | str) -> Variant:
-    """With other values, whether or not a rule allows them."""
+    """Return the geometry with other values, whether or not a rule allows them."""
     return replace(own, config={**own.config, **knobs})
 
 

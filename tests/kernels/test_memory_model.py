@@ -46,7 +46,7 @@ def test_the_bad_outcome_of_a_weaker_protocol_is_found(name: str, weakening: str
 
 @pytest.mark.parametrize(("name", "weakening"), HARMLESS)
 def test_a_weakening_that_the_model_forgives(name: str, weakening: str) -> None:
-    """What it makes weaker is not what the order rests on, or is there for other reasons."""
+    """It takes away what the order does not rest on, or what is there for other reasons."""
     checked = PROTOCOLS[name]
     assert find(checked.harmless[weakening](checked.program), checked.bad) is None
 
@@ -57,7 +57,7 @@ def test_a_weakening_that_the_model_forgives(name: str, weakening: str) -> None:
 def test_clusters_rest_on_what_a_sender_did_before_it_sent(
     exchange: Callable[[bool], Protocol], read: str, early: int
 ) -> None:
-    """To use a buffer or a stage again behind an exchange of row sums, one step is assumed.
+    """One step is assumed for using a buffer or a stage again behind an exchange of row sums.
 
     The complete-tx of st.async is a release at cluster scope. Other releases cover what their
     thread did before. Of bulk copies the ISA denies that ("Asynchronous Operations"); of st.async
@@ -88,12 +88,12 @@ def test_the_page_says_how_large_programs_are() -> None:
 
 
 def test_the_page_says_what_was_checked() -> None:
-    """The table in docs/verification.md."""
+    """The table in docs/emulator.md."""
     rows = [
         f"| {name} | {p.bad_outcome} | {len(p.weakenings)} | {'; '.join(p.harmless)} |"
         for name, p in PROTOCOLS.items()
     ]
-    page = next(page for page in pages() if page.name == "verification.md").read_text()
+    page = next(page for page in pages() if page.name == "emulator.md").read_text()
     table = "\n".join(row.replace("|  |", "| |") for row in rows)
     assert table in page, f"the table should be\n{table}"
 
@@ -139,7 +139,7 @@ EMITS = {
     "fence_async_global": "fence.proxy.async.global",
     "store_cluster": "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32",
 }
-"""By primitive, the PTX that its event stands for. Plain C++ is a weak ld or st."""
+"""The PTX that the event of each primitive stands for. Plain C++ is a weak ld or st."""
 
 
 @pytest.mark.parametrize("primitive", EMITS)
@@ -225,7 +225,7 @@ SHARED = {
     ],
     ("row_sum_cluster", "receive"): ["mbarrier_wait_cluster"],
 }
-"""By fragment and function ("": all of it), the primitives and helpers that it calls."""
+"""The primitives and helpers that each function of a fragment ("": all of it) calls."""
 
 
 def steps_of(strategy: Strategy) -> dict[tuple[str, str], list[str]]:
@@ -277,5 +277,6 @@ def test_every_fragment_of_groups_is_of_a_strategy() -> None:
 
 @pytest.mark.parametrize(("fragment", "function"), FRAGMENTS)
 def test_a_fragment_calls_what_its_protocol_says(fragment: str, function: str) -> None:
-    """In the order of its text. A change here asks for the same change of the protocol."""
+    """Calls are in the order of its text. A change here asks for the same change of the
+    protocol."""
     assert calls(fragment, function) == FRAGMENTS[fragment, function]

@@ -42,7 +42,7 @@ NO_MEMORY = "ptxas fatal   : Memory allocation failure"
 def test_a_failure_that_is_not_in_the_source_is_not_cached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: str
 ) -> None:
-    """Where ptxas, and not NVRTC, has no memory, it is an error of the compilation that says so."""
+    """An error of the compilation says so where ptxas, and not NVRTC, has no memory."""
 
     def fail(program: object, *arguments: object) -> tuple[nvrtc.nvrtcResult]:
         return (getattr(nvrtc.nvrtcResult, f"NVRTC_ERROR_{status}"),)

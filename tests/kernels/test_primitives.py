@@ -1,5 +1,5 @@
-"""What the primitives promise about the order of memory is what NVRTC makes of them. The emulator
-takes the place of primitives.cuh, so nothing that runs on the CPU sees a weaker instruction."""
+"""NVRTC makes of the primitives what they promise about the order of memory. The emulator takes the
+place of primitives.cuh, so nothing that runs on the CPU sees a weaker instruction."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ ORDERING = re.compile(
 
 @pytest.fixture(scope="module")
 def instructions() -> dict[str, list[str]]:
-    """By primitive, the instructions of a kernel that calls nothing else which order memory."""
+    """Return by primitive the instructions that order memory of a kernel that calls nothing
+    else."""
     kernels = [
         f'extern "C" __global__ void k_{name}(unsigned* word, unsigned* out, Ledger* ledger,'
         f" Ledger* wide) {{ __shared__ unsigned long long barrier[1]; (void)barrier; {call}; }}"

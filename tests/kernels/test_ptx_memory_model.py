@@ -90,7 +90,8 @@ def two_plus_two(*between: Event, order: str = "relaxed") -> Program:
             [store("x", 1, order), *between, store("y", 2, order)],
             [store("y", 1, order), *between, store("x", 2, order)],
         ),
-        *("x", "y"),
+        "x",
+        "y",
     )
 
 
@@ -238,7 +239,7 @@ ALLOWED: dict[str, tuple[Program, Callable[[Outcome], bool]]] = {
 
 
 def sent() -> Event:
-    """What the copy engine reads of `shared x` goes to `y`."""
+    """Return the event of the copy engine that reads `shared x` and writes `y`."""
     read = Event("read", "source", "shared x", proxy="async")
     write = Event("write", "y=copy", "y", plus=("source",), proxy="async")
     return Event("async", "copy", parts=(read, write))
@@ -348,7 +349,7 @@ def test_shortcuts_of_the_search_change_nothing(name: str, request: pytest.Fixtu
         (["keeps_causality"], "MP, release and acquire"),
         # An RMW is one operation here, so order at its place implies that it is atomic.
         (["keeps_atomicity", "keeps_order_of_place"], "atomics lose nothing"),
-        # What a thread has seen comes before what it sees next: causality as well.
+        # A thread's reads are ordered by causality as well.
         (["keeps_causality", "keeps_order_of_place"], "CoRR"),
     ],
 )

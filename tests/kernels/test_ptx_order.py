@@ -22,13 +22,16 @@ EVENT = re.compile(
     r"|fence\.proxy\.async\.shared::cta|mbarrier\.arrive\.expect_tx|mbarrier\.try_wait"
 )
 FENCE, WARP, SEND, COPY = (
-    *("fence.proxy.async.shared::cta", "bar.warp.sync", "st.async"),
+    "fence.proxy.async.shared::cta",
+    "bar.warp.sync",
+    "st.async",
     "cp.async.bulk.shared",
 )
 
 
 def events(shape: str, **knobs: int | str) -> list[str]:
-    """What the main kernel of a variant with these knobs does in shared memory, in its order."""
+    """Return the events of the main kernel of a variant with these knobs in shared memory, in its
+    order."""
     problem = Problem.parse(shape)
     config = SPACE.sample(problem, TARGET, random.Random(0), knobs)
     ptx = ptx_of(render(make_variant(config, problem)), "90a")

@@ -1,4 +1,5 @@
-"""From a variant to machine code: what is in the source, what the compiler says, what is kept."""
+"""Compiles variants to machine code: what is in the source, what the compiler says, what is
+kept."""
 
 from __future__ import annotations
 
@@ -85,7 +86,7 @@ def present(source: str) -> set[str]:
 
 
 def invariant_fragments(v: Variant) -> set[str]:
-    """The same of a batch-invariant one: what adds up rows is of its own."""
+    """Return the fragments of a batch-invariant variant: those that add up rows are its own."""
     plain = replace(v, operation=MAIN_KERNEL, config={**v.config, "run_rows": 0})
     chosen = fragments(plain) - {"row_of", "schedule", "row_blocks", *v.strategy.fragments}
     chosen |= {"row_of_group", "runs", "sum_groups", *v.strategy.group_fragments}
@@ -429,7 +430,7 @@ def count_compiles(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def essence(compiled: Compiled) -> Compiled:
-    """Without the log, which has the time that the compiler took."""
+    """Return the result without the log, which has the time that the compiler took."""
     return replace(compiled, log="")
 
 

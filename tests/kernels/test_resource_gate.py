@@ -1,4 +1,4 @@
-"""What is decided about a compiled variant without a GPU, beside what the compiler's tests show."""
+"""The decisions about a compiled variant without a GPU, beside what the compiler's tests show."""
 
 from __future__ import annotations
 

@@ -41,7 +41,8 @@ def instructions(ptx: str) -> list[tuple[str, list[str]]]:
 
 
 def evaluated(ptx: str, elements: list[torch.Tensor]) -> torch.Tensor:
-    """What a thread sends to others first: its sum of a tile, of the elements that it loads."""
+    """Return what a thread sends to others first: its sum of a tile, of the elements that it
+    loads."""
     values: dict[str, torch.Tensor] = {}
     words: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # two elements of 16 bits
     left = list(elements)
@@ -117,7 +118,9 @@ def test_lanes_then_warps_add_in_butterflies_and_tiles_in_turn(dtype: str, whole
     assert total[0] == total[1] == mean[1]
     assert mean[0] in shifted[1:] and root[1] == shifted[0] and rstd[2] == root[0]
     assert [name for name, _ in sums if name[:3] in ("div", "sqr")] == [
-        *("div.full.f32", "sqrt.approx.ftz.f32", "div.full.f32")
+        "div.full.f32",
+        "sqrt.approx.ftz.f32",
+        "div.full.f32",
     ]
     assert set(names[19:]) == {"mul"}
 

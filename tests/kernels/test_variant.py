@@ -1,4 +1,4 @@
-"""What follows from a config: shared memory, columns, launches, identity."""
+"""The facts that follow from a config: shared memory, columns, launches, identity."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_resident_ctas_fit_an_sm_with_the_registers_that_the_rules_count_on(case
 @settings(max_examples=100)
 @given(cases())
 def test_every_column_is_owned_by_exactly_one_thread_of_a_team(case: Case) -> None:
-    """By the rule of `Rows::column` and `Rows::owns` in the kernel's source."""
+    """The owner follows the rule of `Rows::column` and `Rows::owns` in the kernel's source."""
     problem, _, v = case
     owners: Counter[int] = Counter()
     for rank in range(v["cluster"]):
@@ -148,7 +148,7 @@ def test_a_vector_never_crosses_the_end_of_a_row(case: Case) -> None:
 @settings(max_examples=50)
 @given(cases())
 def test_every_row_of_a_batch_has_one_thread_for_each_place_in_it(case: Case) -> None:
-    """By the rule of `row_of` and `row_thread` in the kernel's source."""
+    """The thread follows the rule of `row_of` and `row_thread` in the kernel's source."""
     _, _, v = case
     per_row = v["threads_per_row"]
     owners = Counter(
@@ -174,7 +174,7 @@ def test_rows_of_less_than_a_warp_lie_side_by_side_in_warps_and_batches() -> Non
 
 
 def visits(spec: KernelSpec, launch: Launch, M: int) -> Counter[int]:
-    """How often each batch is visited, by the loop of the kernel's source."""
+    """Count how often each batch is visited, by the loop of the kernel's source."""
     seen: Counter[int] = Counter()
     batches = ceil_div(M, spec.batch_rows)
     step = launch.participants * spec.rows_per_cta
@@ -215,7 +215,7 @@ def test_launch_is_resident_and_its_workspace_is_aligned(case: Case) -> None:
 @settings(max_examples=50)
 @given(cases(), st.integers(1, 5000))
 def test_every_row_is_visited_once_at_any_number_of_rows(case: Case, M: int) -> None:
-    """Also at those that the variant was not tuned for: M is an argument of the kernel."""
+    """M is an argument of the kernel: the variant was not tuned for all of these numbers."""
     _, target, v = case
     spec = v.spec(target.sms)
     launch = plan_launch(spec, M)
@@ -256,7 +256,7 @@ ANY_ROW: dict[str, int | str] = {
     "pipeline": "async",
     "stages": 3,
 }
-"""With these, a cluster shares rows of any length up to a multiple of its vectors."""
+"""Knobs with which a cluster shares rows of any length up to a multiple of its vectors."""
 
 
 @pytest.mark.parametrize(
@@ -317,7 +317,7 @@ def test_only_what_waits_for_nobody_has_more_ctas_than_fit(monkeypatch: pytest.M
 def test_grid_fits_the_sms_that_it_counts_on(
     case: Case, cluster: int, spare: int, sms: int, M: int
 ) -> None:
-    """As many whole clusters as fit there, and one at least."""
+    """It has as many whole clusters as fit there, and one at least."""
     _, _, v = case
     cluster = 1 if v.strategy.adds == "in_turns" else cluster
     parts = v.exact and v.N % (cluster * v["vector_bytes"] // v.itemsize) == 0

@@ -35,15 +35,21 @@ GOAL = 0.95
 SECONDS = 180.0
 """Deadline of the tests of one mutant. One that is reached counts as caught: they pass in less."""
 _COPIED = (
-    *("generator", "normforge", "templates", "search_spaces"),
-    *("tests", "benchmarks", "examples", "docs"),
+    "generator",
+    "normforge",
+    "templates",
+    "search_spaces",
+    "tests",
+    "benchmarks",
+    "examples",
+    "docs",
 )
-_LINKED = ("generated", ".cache")  # which tests only read, or which is content-addressed
+_LINKED = ("generated", ".cache")  # tests only read it, or it is content-addressed
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a mutant. outcome: caught, timeout, survived, unseen, broken (no test ran)."""
+    """The fate of a mutant. outcome: caught, timeout, survived, unseen, broken (no test ran)."""
 
     mutant: Mutant
     outcome: str
@@ -88,7 +94,7 @@ def preload() -> None:
 
 
 def _become_pytest(root: Path, tests: Sequence[str], output: Path) -> None:
-    """In the child: run the tests of the copy at `root`, and end."""
+    """Run the tests of the copy at `root` in the child, and end."""
     os.setsid()
     handle = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(handle, 1)
@@ -123,7 +129,7 @@ def run_tests(root: Path, tests: Sequence[str], seconds: float) -> tuple[str, st
         ended, status = os.waitpid(child, os.WNOHANG)
         time.sleep(0.02)
     with suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)  # what the tests have left behind goes, too
+        os.killpg(child, signal.SIGKILL)  # processes that the tests have left behind end, too
     if not ended:
         os.waitpid(child, 0)
         return "timeout", f"no end within {seconds:.0f} s"
@@ -157,7 +163,7 @@ def judge_all(mutants: Sequence[Mutant], seconds: float) -> Iterator[Verdict]:
 
 
 def check_without(mutants: Sequence[Mutant], seconds: float) -> str:
-    """Which test fails without any mutant, "" when all pass."""
+    """Return which test fails without any mutant, "" when all pass."""
     tests = list(dict.fromkeys(test for m in mutants if not m.unseen for test in m.tests))
     # A file and a test of it are one.
     tests = [test for test in tests if "::" not in test or test.partition("::")[0] not in tests]
@@ -167,7 +173,8 @@ def check_without(mutants: Sequence[Mutant], seconds: float) -> str:
 
 
 def last_verdicts(every: Sequence[Mutant]) -> dict[str, Verdict]:
-    """What RESULT.md says of mutants that were caught or cannot be seen, by their sentences."""
+    """Return what RESULT.md says of mutants that were caught or cannot be seen, by their
+    sentences."""
     mutants = {mutant.what: mutant for mutant in every}
     rows = re.findall(r"^\| \S+ \| (.+) \| (\w+) \| (\d+) \|$", RESULT.read_text(), re.MULTILINE)
     return {

@@ -25,8 +25,8 @@ class Mutant:
     unseen: str = ""
 
     def plant(self, root: Path) -> str:
-        """Plant it in the copy at `root`; the text that was there. Raises ValueError when the list
-        is out of date."""
+        """Plant it in the copy at `root`. Returns the text that was there. Raises ValueError when
+        the list is out of date."""
         path = root / self.file
         text = path.read_text()
         if text.count(self.old) != 1:
@@ -64,7 +64,7 @@ def _read(text: str) -> Iterator[Mutant]:
 
 
 def fault_in(mutants: list[Mutant], root: Path = REPOSITORY) -> list[str]:
-    """What is out of date in the list: texts that are gone, tests that there are not."""
+    """Return what is out of date in the list: texts that are gone, tests that there are not."""
     faults = [f"'{what}' twice" for what in {m.what for m in mutants if _count(mutants, m) > 1}]
     for mutant in mutants:
         times = (root / mutant.file).read_text().count(mutant.old)

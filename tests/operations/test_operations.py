@@ -67,7 +67,7 @@ class Doubling:
 
 
 def exact(operation: Operation, inputs: Any) -> dict[str, torch.Tensor]:
-    """What the formula in plain PyTorch gives."""
+    """Compute the outputs by the formula in plain PyTorch."""
     if operation in (RMSNORM_BACKWARD, RMSNORM_INVARIANT_BACKWARD):
         found = reference_backward(
             *(inputs.dy, inputs.x, inputs.rstd, inputs.weight),
@@ -90,7 +90,7 @@ def exact(operation: Operation, inputs: Any) -> dict[str, torch.Tensor]:
 
 
 def layer_norm(inputs: Any) -> dict[str, torch.Tensor]:
-    """What PyTorch gives in float64, rounded once."""
+    """Compute LayerNorm's gradients by PyTorch in float64, rounded once."""
     weight, dtype = inputs.weight.double() + inputs.offset, inputs.x.dtype
     statistics = (inputs.mean.double()[:, None], inputs.rstd.double()[:, None])
     dx, dgamma, dbeta = torch.ops.aten.native_layer_norm_backward(
@@ -104,7 +104,7 @@ def layer_norm(inputs: Any) -> dict[str, torch.Tensor]:
 
 
 def gated(operation: Operation, inputs: Any) -> dict[str, torch.Tensor]:
-    """What PyTorch's autograd gives in float64, rounded once."""
+    """Compute the gradients by PyTorch's autograd in float64, rounded once."""
     kind = next(k for k, one in library.GATED_BACKWARDS.items() if one.name == operation.name)
     leaves = [inputs.x.double(), inputs.z.double(), inputs.weight.double() + inputs.offset]
     leaves = [leaf.requires_grad_() for leaf in leaves]

@@ -42,9 +42,9 @@ needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="needs a C++
 
 @pytest.fixture(autouse=True)
 def forget(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a test registers is gone behind it."""
+    """Forget behind each test what it registers."""
     monkeypatch.setenv(own.OWN_OPERATIONS, "")
-    render._file.cache_clear()  # by the names of operations, of which a test has several versions
+    render._file.cache_clear()  # its keys are names, and a test has versions
     render.environment.cache_clear()
     before = (dict(known.OPERATIONS), dict(library.OPERATIONS), dict(own.FILES))
     yield
@@ -170,7 +170,9 @@ REFUSED = {
     "no operation": ("py", "OPERATION =", "OTHER =", "call it OPERATION"),
     "a file that fails": ("py", "import torch\n", "import torch\n1 / 0\n", "division by zero"),
     "an unknown role": (
-        *("py", 'rows("y")', 'rows("y").__class__("y", "pages")'),
+        "py",
+        'rows("y")',
+        'rows("y").__class__("y", "pages")',
         "its role is one of rows, row, columns, sums",
     ),
     "a reserved name": ("py", '"dx"', '"rank"', "cannot be called 'rank'"),
@@ -179,11 +181,16 @@ REFUSED = {
     "terms of others": ("py", "def terms(y:", "def terms(q:", "terms() takes q, dy"),
     "no term of an output": ("py", '{"dx": (y', '{"dz": (y', "terms() has no 'dx'"),
     "another shape": (
-        *("py", "(y * dy, -y * (y * dy).sum(-1, keepdim=True))", "((y * dy).sum(-1),)"),
+        "py",
+        "(y * dy, -y * (y * dy).sum(-1, keepdim=True))",
+        "((y * dy).sum(-1),)",
         "terms() gives dx the shape (5,), and it is (5, 24)",
     ),
     "a function that packages have": (
-        *("py", 'name="softmax_backward"', 'name="explain_backward"', "called explain: choose"),
+        "py",
+        'name="softmax_backward"',
+        'name="explain_backward"',
+        "called explain: choose",
     ),
     "a word of C++": ("py", 'rows("y")', 'rows("for")', "cannot be called 'for'"),
     "another gradient": (

@@ -37,7 +37,8 @@ FINE = (rows("a"), rows_out("o"))
 
 REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "an unknown role": (
-        *((*FINE, Tensor("p", "pages")), {}),
+        (*FINE, Tensor("p", "pages")),
+        {},
         "'pages' is no tensor of a signature: its role is one of rows, row, columns, sums",
     ),
     "no tensor": ((*FINE, "b"), {}, "'b' is no tensor of a signature"),
@@ -47,21 +48,25 @@ REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "a name twice": ((*FINE, columns("a")), {}, "two tensors are called 'a'"),
     "no rows": ((row("r"), rows_out("o")), {}, "reads at least one tensor of rows"),
     "only rows that are added": (
-        *((added_rows("r", option="residual"), rows_out("o")), {}),
+        (added_rows("r", option="residual"), rows_out("o")),
+        {},
         "reads at least one tensor of rows",
     ),
     "no output": ((rows("a"), sums("s")), {}, "writes at least one tensor of rows"),
     "only a copy": (
-        *((rows("a"), copied_rows("c", "o", option="residual")), {}),
+        (rows("a"), copied_rows("c", "o", option="residual")),
+        {},
         "writes at least one tensor of rows",
     ),
     "two sums": ((*FINE, sums("s"), sums("t")), {}, "one tensor of sums at most, got s and t"),
     "two columns": (
-        *((*FINE, columns("g"), columns("h")), {}),
+        (*FINE, columns("g"), columns("h")),
+        {},
         "one tensor of columns at most, got g and h",
     ),
     "two that are added": (
-        *((*FINE, added_rows("b", "residual"), added_rows("c", "residual")), {}),
+        (*FINE, added_rows("b", "residual"), added_rows("c", "residual")),
+        {},
         "adds one tensor of rows at most",
     ),
     "no row sum": (FINE, {"row_sums": 0}, "1 to 4 row sums, got 0"),
@@ -79,7 +84,7 @@ def test_what_no_row_kernel_can_have_is_one_sentence(name: str) -> None:
 
 
 def test_no_tensor_has_the_name_of_another_argument() -> None:
-    """Of those that the structure of every kernel has."""
+    """Other arguments are those that the structure of every kernel has."""
     others = ("counters", "zeroed", "scratch", "rows", "gaps", "columns", "group")
     for name in (*others, "dw_mode", "weight_offset"):
         with pytest.raises(ValueError, match=f"cannot be called '{name}'"):
@@ -249,7 +254,7 @@ def test_options_change_what_they_are_for_alone(operation: RowOperation) -> None
     columns_of, plain = operation.signature.columns, evaluate(operation, given)
     for late in operation.signature.late:
         added = evaluate(operation, {**given, late.name: torch.ones(M, N, dtype=torch.float32)})
-        assert added["dx"].dtype == torch.float64  # that of x
+        assert added["dx"].dtype == torch.float64  # x has this dtype
         assert torch.equal(added["dx"], plain["dx"] + 1) and torch.equal(added["dw"], plain["dw"])
     ones = torch.ones(N, dtype=torch.float64)
     without = evaluate(operation, {**given, columns_of.name: None}, offset=0.5)

@@ -1,4 +1,4 @@
-"""Where packages of these tests are written, and how they are imported."""
+"""The fixtures of these tests: where packages are written, and how they are imported."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def test_leftovers_of_a_killed_run_do_not_get_into_the_package(package: Path) ->
 def test_power_cut_after_the_swap_finds_whole_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
 ) -> None:
-    """What is on the disk when: every new file before the folder gets its name, that name at the
+    """Every new file is on the disk before the folder gets its name, and that name is at the
     end."""
     events: list[str] = []
     fsync, swap = os.fsync, atomic_folder._swap

@@ -37,7 +37,8 @@ each_package = pytest.mark.parametrize(
 
 
 def kernels_of(package: Path) -> list[KernelOf[Any]]:
-    """Those of the backward, and of the forward where the package has a table of it."""
+    """Return the kernels of the backward, and of the forward where the package has a table of
+    it."""
     forward = ForwardTable.load(package)
     return [*Table.load(package).kernels(), *(forward.kernels() if forward else ())]
 
@@ -69,7 +70,7 @@ def tracked() -> list[Path]:
 
 
 def test_the_library_and_the_headers_stand_once() -> None:
-    """By content, wherever a copy might lie and however it might be called."""
+    """Content decides, wherever a copy might lie and however it might be called."""
     ours = [path for folder in (LIBRARY, TEMPLATES) for path in folder.rglob("*.*")]
     places = {path.read_bytes().strip(): path for path in ours if path.suffix in CODE}
     copies = [
@@ -147,7 +148,7 @@ def test_committed_predictions_are_those_of_todays_model_and_of_the_committed_st
     operation: str,
 ) -> None:
     folder, target = GENERATED / "gb200", find_target("gb200")
-    advice = "predict anew, as docs/prediction.md says under 'Studies of other models'"
+    advice = "predict anew, as docs/prediction.md says under 'When the model changes'"
     assert (folder / f"{JOURNAL_NAME}.xz").stat().st_size < 1_000_000
     studies = {without_space(study.name): study for study in read_studies(folder)}
     for one in Table.load(folder / operation).tuned:
@@ -177,7 +178,7 @@ INVARIANT = GENERATED / "h200" / "rmsnorm_invariant_backward"
 
 
 def test_batch_invariant_kernels_of_a_width_have_what_the_space_fixes() -> None:
-    """So whichever of them serves a number of rows, the bits are the same."""
+    """The bits are then the same, whichever of them serves a number of rows."""
     table, forward = Table.load(INVARIANT), ForwardTable.load(INVARIANT)
     assert forward is not None
     space = load_space(space_file("rmsnorm_invariant_backward"))
@@ -196,7 +197,7 @@ def test_batch_invariant_kernels_of_a_width_have_what_the_space_fixes() -> None:
 
 @pytest.mark.parametrize("gpu", ["gb200", "h200"])
 def test_committed_package_has_todays_forwards_with_the_arithmetic_of_vllms(gpu: str) -> None:
-    """Of the H200 alone; for that of others nobody has read Triton's machine code."""
+    """The H200 alone has them; nobody has read Triton's machine code for others."""
     table = ForwardTable.load(GENERATED / gpu / "rmsnorm_invariant_backward")
     assert table is not None
     named = [kernel.spec.name for kernel in table.fallback]
@@ -218,7 +219,7 @@ def test_batch_invariant_kernels_were_checked_for_it() -> None:
 
 @pytest.mark.parametrize("gpu", ["gb200", "h200"])
 def test_whatever_leaves_with_predicted_kernels_says_unverified(gpu: str, tmp_path: Path) -> None:
-    """And where the GPU ran them, nobody is told so."""
+    """Nobody is told so where the GPU ran them."""
     package, doubt = GENERATED / gpu / "rmsnorm_backward", gpu == "gb200"
     table = Table.load(package)
     assert {tuned.evidence for tuned in table.tuned} == {"predicted" if doubt else "measured"}

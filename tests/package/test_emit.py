@@ -1,4 +1,4 @@
-"""What an emitted package holds, what is kept from the one before, and what is refused."""
+"""An emitted package: its files, what is kept from the one before, and what is refused."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_package_holds_source_and_cubin_of_every_winner_and_no_code_but_a_stub(
     source = f"kernels/{winner.variant}.cu"
     assert found[source] == source_of(winner.variant).encode()
     assert len(archived_cubins(package)) == 1 + len(fallbacks())
-    # What was not tuned is there to be run, not to be read.
+    # Kernels that were not tuned are there to be run, not to be read.
     assert found.keys() == {source, "__init__.py", TABLE, CUBINS, CUBINS_INDEX}
     assert [path.name for path in package.parent.iterdir()] == ["rmsnorm_backward"]
 
@@ -477,7 +477,7 @@ def test_names_in_a_foreign_table_do_not_become_code(
 
 
 def test_a_winner_without_a_record_of_its_bits_gets_one(package: Path) -> None:
-    """And one with a record keeps it, with its date."""
+    """A winner with a record keeps it, with its date."""
     known = entry("4096x1024:bf16")
 
     def recorded(**facts: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What a smaller run, or one that finds the same again, leaves of a package."""
+"""A package after a smaller run, or one that finds the same again."""
 
 from __future__ import annotations
 

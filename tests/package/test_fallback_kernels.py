@@ -122,7 +122,7 @@ def test_addresses_that_rule_out_a_vector_leave_it_to_a_narrower_one(pair: tuple
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["h200", "rtx-5090"])
 def test_kernels_of_narrow_vectors_compile_without_spills(name: str) -> None:
-    """For every length of rows the first choice or one that takes its place."""
+    """Every length of rows has the first choice or one that takes its place."""
     target, pair = find_target(name), ("bf16", "bf16")
     made = compile_fallbacks(
         target,
@@ -144,7 +144,7 @@ def test_kernels_of_narrow_vectors_compile_without_spills(name: str) -> None:
     ids=["none refused", "the bracket refused", "the wider bracket refused, too"],
 )
 def test_rows_of_a_refused_bracket_go_to_the_next(leasts: tuple[int, ...], wanted: int) -> None:
-    """Nothing for 1025 to 1280 columns in words; then nothing that takes them beside its own."""
+    """The refused one takes 1025 to 1280 columns in words; then those that reach over it go."""
 
     def compile(variants: list[Variant]) -> list[Compiled]:
         return [made(variant) for variant in variants]

@@ -24,7 +24,7 @@ OPERATIONS: dict[str, Callable[[Path], Package]] = {
     "rmsnorm_invariant_backward": BatchInvariantPackage,
 }
 MOST_BYTES = 1 << 30
-"""Of x."""
+"""The most bytes of x."""
 
 
 def committed(operation: str) -> Package:

@@ -29,7 +29,7 @@ EXACT: dict[str, dict[str, Any]] = {
     "779x1024:bf16": {"strategy": "semaphore"},
     "780x1024:bf16": {"strategy": "last_cta"},
 }
-"""What the package of the GPU tests was "tuned" for."""
+"""The shapes and knobs that the package of the GPU tests was "tuned" for."""
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +59,9 @@ def gpu_tensors(*shape: int, dtype: torch.dtype, weight: torch.dtype) -> list[to
 
 
 def assert_close(got: tuple[torch.Tensor, ...], arguments: list[torch.Tensor]) -> None:
-    """Against float64, within a few roundings of the output's dtype and of fp32 sums. dx is
-    measured by its first term, from which the second takes away nearly everything where N is
-    small, and dw by the root of the sum of the squares of its terms, which may cancel."""
+    """Compare with float64, within a few roundings of the output's dtype and of fp32 sums. dx is
+    measured by its first term, from which the second takes away nearly everything where N is small,
+    and dw by the root of the sum of the squares of its terms, which may cancel."""
     dy, x, rstd, weight = (tensor.double() for tensor in arguments)
     wanted = reference_backward(dy, x, rstd, weight)
     rows = (-1, len(weight))

@@ -21,8 +21,8 @@ from tests.support.patience import patience
 
 BINDINGS = "generator/package/hub/bindings.py", "normforge/launch/cuda_api.py"
 SPEC = replace(SEPARATE, cluster=16, sms=128, smem_bytes=50_000)
-"""What asks the driver for everything: two kernels, the second with an early start; clusters that
-have to be allowed, and no room for all of them; much shared memory."""
+"""A kernel that asks the driver for everything: two kernels, the second with an early start;
+clusters that have to be allowed, and no room for all of them; much shared memory."""
 PROGRAM = """
 import ctypes, importlib, json, sys
 from dataclasses import asdict, replace
@@ -122,7 +122,7 @@ def libcuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(name: str, folder: Path, libcuda: Path, alone: bool) -> str:
-    """What PROGRAM prints with the package `name`, which is in `folder`."""
+    """Return what PROGRAM prints with the package `name`, which is in `folder`."""
     mode = "alone" if alone else "with cuda-python"
     done = subprocess.run(
         [sys.executable, "-B", "-c", PROGRAM, name, json.dumps(asdict(SPEC)), mode],
@@ -139,13 +139,13 @@ def run(name: str, folder: Path, libcuda: Path, alone: bool) -> str:
 def test_driver_is_asked_for_the_same_as_by_cuda_python(
     package: Path, tmp_path: Path, libcuda: Path
 ) -> None:
-    """The same calls with the same arguments in the same order, and the same errors."""
+    """Calls, arguments, order and errors are the same."""
     put(package, entry("4096x1024:bf16"), standalone=True)
     export_package(package, tmp_path / "exported")
     wanted = run("rmsnorm_backward", package.parent, libcuda, alone=False)
     found = run("torch-cuda", tmp_path / "exported" / "build", libcuda, alone=True)
     assert found.splitlines() == wanted.splitlines()
-    # That the fake saw it all, and not that two programs fail alike:
+    # The fake has to have seen it all: two programs may fail alike.
     for part in (
         "CUDA_ERROR_NO_BINARY_FOR_GPU | CUDA_ERROR_NO_BINARY_FOR_GPU while loading two_kernels",
         "CUDA_ERROR_OUT_OF_MEMORY while allocating 8000 bytes for the workspace",

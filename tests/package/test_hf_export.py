@@ -33,7 +33,7 @@ BINDINGS = "runtime/launch/cuda_api.py"
 
 
 class LlamaNorm(torch.nn.Module):
-    """As model files have it."""
+    """The norm of model files."""
 
     def __init__(self, width: int, eps: float = 1e-5) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class LlamaNorm(torch.nn.Module):
 
 
 class OtherNorm(LlamaNorm):
-    """The same with the other name of eps."""
+    """The norm with the other name of eps."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width)
@@ -115,7 +115,7 @@ def test_repository_has_the_package_and_what_kernels_asks_for(
     build, emitted = snapshot(exported / "build" / "torch-cuda"), snapshot(package)
     export_standalone(package, package.parent / "alone")
     alone = snapshot(package.parent / "alone")
-    for name in ("pyproject.toml", "LICENSE", "py.typed"):  # for pip, which does not see this one
+    for name in ("pyproject.toml", "LICENSE", "py.typed"):  # pip does not see this folder
         del alone[name]
     assert emitted.keys() < alone.keys()
     assert build.keys() == alone.keys() | {"layers.py", "metadata.json"}
@@ -215,7 +215,7 @@ def test_import_needs_neither_cuda_python_nor_this_repository(exported: Path) ->
         timeout=patience(60),
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    # Where there is a driver, it refuses to load what these tests take for machine code.
+    # A driver, if there is one, refuses to load what these tests take for machine code.
     said = ("there is no CUDA driver (libcuda.so.1: ", "CUDA_ERROR_")
     assert done.stdout.startswith(said), done.stdout
 
@@ -238,7 +238,7 @@ def test_layer_computes_what_pytorch_does(exported: Path, load: Any, dtype: torc
         def formula(x: torch.Tensor, module: Any = module, eps: float = eps) -> torch.Tensor:
             return torch.nn.functional.rms_norm(x, (64,), module.weight, eps)
 
-        x = (0.01 * randn(5, 64)).to(dtype)  # of the size at which eps counts
+        x = (0.01 * randn(5, 64)).to(dtype)  # eps counts at this size
         formula.parameters = module.parameters  # type: ignore[attr-defined]
         wanted = results(formula, x)
         module.forward = layer.forward.__get__(module)
@@ -265,10 +265,10 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_kernels_loads_a_repository(
     kernels: Any, exported: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.version, "cuda", "13.0")  # for which the build is
+    monkeypatch.setattr(torch.version, "cuda", "13.0")  # the build is for this version
     module = kernels.get_local_kernel(exported)
     assert Path(module.__file__).parent == exported / "build" / "torch-cuda"
-    assert module.RMSNorm.__module__ == module.__name__  # where pickle finds it
+    assert module.RMSNorm.__module__ == module.__name__  # pickle finds it there
     assert module.layers.RMSNorm.has_backward
     (loaded,) = (one for one in kernels.get_loaded_kernels() if one.module is module)
     assert loaded.metadata.name.python_name == "normforge_rmsnorm_h200"
@@ -296,8 +296,8 @@ def test_kernelized_model_trains_as_before(kernels: Any, exported: Path, compile
 
 
 def test_norms_of_transformers_are_kernelized(kernels: Any, exported: Path) -> None:
-    """The recipe of docs/adopting.md: a transformers that wants another version of `kernels` marks
-    no class for it."""
+    """The recipe of docs/generated-code.md: a transformers that wants another version of `kernels`
+    marks no class for it."""
     transformers = pytest.importorskip("transformers", reason="needs transformers")
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 32}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}

@@ -74,7 +74,7 @@ def test_extension_of_the_wheel_is_loaded_where_it_fits(
     left = f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
     stale = wheel_sources / "build" / left / "normforge" / "native" / "native_0.so"
     stale.parent.mkdir(parents=True)
-    stale.touch()  # of a build for another PyTorch
+    stale.touch()  # a build for another PyTorch left it
     offline = "--no-index --no-deps --no-cache-dir"
     wheel_of = f"pip wheel --no-build-isolation {offline} -w {tmp_path} {wheel_sources}"
     done = python(wheel_of, tmp_path, NORMFORGE_NATIVE="cpu")

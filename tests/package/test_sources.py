@@ -1,4 +1,4 @@
-"""What is emitted to be read is what runs: the sources of a package make its cubins."""
+"""The sources of a package, emitted to be read, make its cubins."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ VARIANTS: dict[str, Variant | ForwardVariant] = {
     ),
 }
 WITH_SOURCE = [name for name in VARIANTS if name != "forward"]
-"""Of the forwards of one form, a package has the source of one: here the one in clusters."""
+"""Variants with a source. A package has the source of one of the forwards of one form: here the one
+in clusters."""
 
 
 def made(variant: Variant | ForwardVariant) -> Compiled:
@@ -78,7 +79,7 @@ def emitted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_committed_headers_are_what_templates_render() -> None:
-    """After a change of these: python -m generator.package.include."""
+    """Run this after a change of the templates: python -m generator.package.include."""
     assert {path.name: path.read_text() for path in INCLUDE.iterdir()} == rendered_headers()
 
 
@@ -100,7 +101,7 @@ def test_source_alone_makes_the_same_cubin(emitted: Path, name: str) -> None:
 def test_source_compiles_with_nvcc_wherever_it_is_called(
     emitted: Path, name: str, tmp_path: Path
 ) -> None:
-    """To machine code of its own: nvcc is another compiler than NVRTC, of any version."""
+    """nvcc makes machine code of its own: it is another compiler than NVRTC, of any version."""
     source = emitted / "kernels" / f"{VARIANTS[name].id}.cu"
     options = ["-cubin", f"-arch={H200.arch}", "-std=c++17", "-fmad=false", "-diag-suppress=177"]
     options += [f"-I{folder}" for folder in header_folders()]

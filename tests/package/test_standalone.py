@@ -31,7 +31,7 @@ from tests.support.wheels import wheel_of
 
 
 def run(program: str, *paths: Path, **environment: str) -> str:
-    """What a program prints that finds modules in some folders, and the library nowhere."""
+    """Return what a program prints that finds modules in some folders, and the library nowhere."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", program],
         cwd=paths[0],
@@ -182,7 +182,7 @@ print("done")
 def test_batch_invariant_norms_are_those_of_the_package_beside_it(
     tmp_path: Path, names: tuple[str, str]
 ) -> None:
-    """In one folder, or installed under names with the same beginning."""
+    """They lie in one folder, or are installed under names with the same beginning."""
     name, prefix = names
     plain = f"{prefix}rmsnorm_backward" if prefix else name
     for operation, module in (
@@ -349,7 +349,7 @@ def test_a_package_that_was_tuned_is_no_export(
     tuned = tmp_path / "tuned" / "rmsnorm_backward"
     put(tuned, entry("4096x1024:bf16"), fallback=[], standalone=True)
     refused(package, tuned, "is not empty and no earlier export")
-    export_standalone(tuned, exported)  # which may be exported itself
+    export_standalone(tuned, exported)  # an export may be exported itself
 
 
 def test_options_of_trials_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""What type checkers, `inspect` and `dir` see of the library."""
+"""Type checkers, `inspect` and `dir` look at the library."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.patience import patience
     ],
 )
 def test_names_have_types_and_other_names_are_refused(checker: str, options: list[str]) -> None:
-    """By what tests/support/typed_use.py says."""
+    """tests/support/typed_use.py says which."""
     pytest.importorskip(checker)
     command = [sys.executable, "-m", checker, *options, "tests/support/typed_use.py"]
     done = subprocess.run(
@@ -43,7 +43,7 @@ def test_signature_of_a_layer_is_that_of_its_init() -> None:
     assert [*found][: len(plain)] == [*plain]
     assert {"bias", "weight_offset", "main_grad", "batch_invariant", "matches"} <= {*found}
     assert [*inspect.signature(Own).parameters] == ["width"]
-    # Which asks for a parameter `device`.
+    # skip_init asks for a parameter `device`.
     made: Any = torch.nn.utils.skip_init(normforge.RMSNorm, 64)
     assert type(made) is normforge.RMSNorm
 

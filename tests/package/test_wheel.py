@@ -29,7 +29,10 @@ from tests.support.wheels import wheel_of
 PACKAGES = {
     name: Tuned(Path(name), arch, f"NVIDIA {name.upper()}")
     for name, arch in (
-        *(("a100", "sm_80"), ("b200", "sm_100a"), ("gb200", "sm_100a"), ("h200", "sm_90a")),
+        ("a100", "sm_80"),
+        ("b200", "sm_100a"),
+        ("gb200", "sm_100a"),
+        ("h200", "sm_90a"),
     )
 }
 
@@ -274,7 +277,7 @@ def run(program: str, path: Path, folder: Path) -> None:
 
 @pytest.mark.parametrize("generated", ["generated.", "normforge.generated."])
 def test_checkout_serves_its_packages(tmp_path: Path, generated: str) -> None:
-    """By the names that a wheel has also where another package is called `generated`."""
+    """It does by the names that a wheel has also where another package is called `generated`."""
     if generated != "generated.":
         (tmp_path / "generated").mkdir()
         (tmp_path / "generated" / "__init__.py").touch()

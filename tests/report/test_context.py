@@ -1,4 +1,4 @@
-"""What the report shows beside the studies: the peers, and former committed results."""
+"""The report's context beside the studies: the peers, and former committed results."""
 
 from __future__ import annotations
 
@@ -98,7 +98,8 @@ def test_every_peer_of_the_benchmark_has_a_title() -> None:
 def test_the_commands_of_a_page_find_its_studies(
     option: str, operation: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Those of another operation, in a place of their own, whose name has a space."""
+    """The studies are those of another operation, in a place of their own, whose name has a
+    space."""
     folder = tmp_path / "my run"
     where = {"--out": str(folder), "--storage": f"sqlite:///{folder}/studies.db"}[option]
     folder.mkdir()
@@ -120,7 +121,7 @@ def test_the_commands_of_a_page_find_its_studies(
 
 @pytest.mark.slow
 def test_the_page_of_an_operation_has_its_own_shapes_and_peers(tmp_path: Path) -> None:
-    """Of the committed studies, a few for each operation."""
+    """The committed studies give a few for each operation."""
     every = read_studies(GENERATED / "h200")
     of = ("rmsnorm_backward", "layernorm_backward", "rmsnorm_invariant_backward")
     found = {name: summaries(every, "x", name, context=True)[0] for name in of}

@@ -1,4 +1,4 @@
-"""Why this kernel, and why not that one: every kind of answer, on a space that was tried whole."""
+"""Answers to why this kernel, and why not that one: every kind, on a space that was tried whole."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ RATIOS = {
     "atomic": 1.08,
     "last_cta": 1.30,
 }
-"""By strategy; every stage less than 3 costs 5 %, the streaming store 0.4 %."""
+"""Ratios by strategy; every stage less than 3 costs 5 %, the streaming store 0.4 %."""
 
 
 def cost(variant: Variant) -> float:
@@ -115,7 +115,7 @@ def ask(why: Explanation, text: str) -> Verdict:
 
 
 def test_a_value_that_the_space_fixes_is_called_so(tmp_path: Path) -> None:
-    """And not a value that the space does not have, or that lacks what its knob needs."""
+    """A value that the space does not have, or that lacks what its knob needs, is not called so."""
     operation = "rmsnorm_invariant_backward"
     space, target = load_space(space_file(operation)), find_target("h200")
     problem = Problem.parse("16384x4096:bf16", operation)

@@ -363,7 +363,7 @@ def test_a_value_on_the_edge_of_a_shade_belongs_to_it(value: float, index: int) 
 def test_damage_of_packed_studies_names_the_packed_file(
     folder: Path, tmp_path: Path, damage: str
 ) -> None:
-    """Not the file that it is unpacked to, which is gone by then."""
+    """The file that it is unpacked to is gone by then."""
     content = (folder / JOURNAL_NAME).read_bytes()
     if damage == "record":
         content = b"}garbage{\n" + content
@@ -500,7 +500,7 @@ def asked_for(requests: list[str], host: str) -> bool:
 @pytest.mark.slow
 def test_the_page_opens_and_no_request_leaves_it(committed: Path, tmp_path: Path) -> None:
     text = committed.read_text(encoding="utf-8")
-    # Not because its policy forbids it: there is nothing to ask for.
+    # Its policy is not the reason: there is nothing to ask for.
     lax = tmp_path / "lax.html"
     lax.write_text(re.sub(r"<meta http-equiv[^>]*>", "", text), encoding="utf-8")
     dom, said, requests = browse(f"{lax.as_uri()}#study-4096x4096-bf16", tmp_path)

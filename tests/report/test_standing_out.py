@@ -1,4 +1,4 @@
-"""Which shapes the report lists because their winners are behind those of their neighbours."""
+"""The shapes that the report lists because their winners are behind those of their neighbours."""
 
 from __future__ import annotations
 
@@ -25,7 +25,12 @@ def study(shape: str, ratio: float, won: Config = FAST, evidence: str = "measure
     problem = Problem.parse(shape)
     winner = make_winner(won, ratio, problem=problem, evidence=evidence)
     return Study(
-        *("name", 0, problem, "h200", 132, evidence),
+        "name",
+        0,
+        problem,
+        "h200",
+        132,
+        evidence,
         records=(Record(won, "some_variant", timed(ratio), "search", 1.0),),
         winner=winner,
         finals=(),

@@ -1,4 +1,4 @@
-"""What the studies of a GPU say together, on studies that are made up."""
+"""Summaries of the studies of a GPU, on studies that are made up."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def calls(request: pytest.FixtureRequest, driver: FakeDriver, device: FakeDevice
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what `-m` does not ask for
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What needs the extension is slow, because that is compiled first."""
+    """Mark as slow what needs the extension, because that is compiled first."""
     for item in items:
         if Path(__file__).parent in item.path.parents and {"module", "make"} & {
             *getattr(item, "fixturenames", ())

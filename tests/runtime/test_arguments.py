@@ -134,7 +134,7 @@ def test_rows_are_read_in_place_wherever_one_or_two_strides_describe_them() -> N
 
 
 def rows_at(layout: RowLayout, count: int) -> list[int]:
-    """Where a kernel looks for its rows: the arithmetic of `Rows::start` in the template."""
+    """Return where a kernel looks for its rows: the arithmetic of `Rows::start` in the template."""
     if layout.inner == 0:
         return [row * layout.stride for row in range(count)]
     return [
@@ -175,7 +175,7 @@ def test_layout_finds_every_row_of_every_pair_of_tensors(x_kind: str, dy_kind: s
 
 
 def test_repeated_scalar_is_copied_as_one_row() -> None:
-    """What `y.sum().backward()` delivers costs N elements, not M * N."""
+    """The gradient that `y.sum().backward()` delivers costs N elements, not M * N."""
     row = dense(torch.ones(()).expand(4, 6, 16))
     assert row.stride() == (0, 0, 1)
     assert torch.equal(row, torch.ones(4, 6, 16))
@@ -183,6 +183,6 @@ def test_repeated_scalar_is_copied_as_one_row() -> None:
 
 @pytest.mark.parametrize("weight", [(8,), 8])
 def test_a_shape_in_the_place_of_the_weight_is_named(package: Package, weight: Any) -> None:
-    """As torch.nn.functional.rms_norm takes one."""
+    """torch.nn.functional.rms_norm takes a shape there."""
     with pytest.raises(TypeError, match=f"got {type(weight).__name__}: .* no normalized_shape"):
         package.rms_norm(torch.ones(4, 8), weight)

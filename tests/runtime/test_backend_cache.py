@@ -1,4 +1,4 @@
-"""What compilers keep on disk of graphs with the operators: served again, in another process, with
+"""Graphs with the operators that compilers keep on disk are served again, in another process, with
 whatever tables are there, and never to a library of another version."""
 
 from __future__ import annotations

@@ -100,25 +100,25 @@ def repeated(M: int, N: int) -> dict[str, Any]:
 
 
 def odd(tensor: torch.Tensor) -> torch.Tensor:
-    """The same numbers two elements behind an aligned address."""
+    """Return the same numbers two elements behind an aligned address."""
     moved = tensor.new_empty(tensor.numel() + 2)[2:].view(tensor.shape)
     return moved.copy_(tensor)
 
 
 def with_gaps(rows: torch.Tensor) -> torch.Tensor:
-    """The same rows at a stride that is no multiple of 32 bytes."""
+    """Return the same rows at a stride that is no multiple of 32 bytes."""
     wide = rows.new_empty((len(rows), rows.shape[1] + 4))
     wide[:, : rows.shape[1]] = rows
     return wide[:, : rows.shape[1]]
 
 
 def by_column(rows: torch.Tensor) -> torch.Tensor:
-    """The same numbers, those of a column one after another."""
+    """Return the same numbers, those of a column one after another."""
     return rows.t().contiguous().t()
 
 
 def misplaced(*rows: str) -> list[tuple[str, Callable[..., Any]]]:
-    """Which of these is moved, and how; a weight is one row."""
+    """Return which of these is moved, and how; a weight is one row."""
     moves = (odd, with_gaps, by_column)
     return [("weight", odd), *((name, move) for name in rows for move in moves)]
 
@@ -280,7 +280,8 @@ def test_margin_of_sms_changes_the_grid_of_the_same_kernel(
 
 
 class WideningNorm(torch.nn.Module):
-    """As Llama's, which is rounded before the product: with a wider weight, so is the result."""
+    """A norm like Llama's, which is rounded before the product: with a wider weight, so is the
+    result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -339,7 +340,7 @@ def sentence(width: int, wide: Any) -> str:
 
 
 def command(width: int, wide: Any) -> str:
-    """What makes the kernel that is missing, as tune.py takes it."""
+    """Return the command that makes the missing kernel, after a check that tune.py takes it."""
     operation, shape = "rmsnorm_invariant_backward", f"6x{width}:{'bf16:fp32' if wide else 'bf16'}"
     given = f"--op {operation} --gpu auto --shapes {shape}"
     options = make_parser().parse_args(given.split())
@@ -448,7 +449,7 @@ def test_matching_forward_has_one_kernel_for_all_rows_of_a_kind(
     dtype: torch.dtype,
     width: int,
 ) -> None:
-    """Of rows of a multiple of 16 columns, Triton makes another kernel."""
+    """Triton makes another kernel for rows of a multiple of 16 columns."""
     name = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
     table = ForwardTable.load(FOLDER)
     assert table is not None

@@ -37,12 +37,12 @@ from tests.support.fake_driver import (
 
 
 def ways(*names: str) -> pytest.MarkDecorator:
-    """Of the four ways to make a call, those that are not the same one for a test."""
+    """Parametrize by those of the four ways to make a call that differ for a test."""
     return pytest.mark.parametrize("calls", names, indirect=True)
 
 
 of_any_norm = ways("any", "quick")
-"""What a mean changes nothing of: it is one more address."""
+"""Ways on which a mean changes nothing: it is one more address."""
 never_quick = ways("any", "any with mean")
 """Calls that no quick call is made for."""
 always_quick = ways("quick", "quick with mean")
@@ -137,7 +137,7 @@ def test_words_of_a_graph_that_is_gone_serve_the_next(driver: FakeDriver, size: 
     assert first in taken and len(taken) == 2
     assert not taken & {kept.zeros, second}
     driver.capture_id = 1000
-    assert workspaces.of_capture(1, 7, size) not in (first, second)  # of another device
+    assert workspaces.of_capture(1, 7, size) not in (first, second)  # another device has others
 
 
 @pytest.mark.parametrize("told", ["user_objects", "capture_info"])
@@ -297,7 +297,7 @@ def test_call_for_another_device_than_the_current_one(
 
 @of_any_norm
 def test_binding_of_another_thread_is_not_taken(calls: Calls) -> None:
-    """Of one that made a call of the same signature before, with the arguments of its own."""
+    """Another thread has made a call of the same signature before, with arguments of its own."""
     calls.device.stream = PER_THREAD
     first = in_another_thread(calls)
     second = calls()

@@ -17,7 +17,7 @@ from normforge.serve.options import PLAIN, Arguments, Options
 
 
 class Call:
-    """What serves a signature; `quick` marks it as one of the most frequent kind."""
+    """A call that serves a signature; `quick` marks it as one of the most frequent kind."""
 
     def __init__(self, quick: bool = True) -> None:
         self.quick = object() if quick else None
@@ -36,11 +36,11 @@ class Backward(CallCache):
         self.add(kind_of(given, options), present(given), call, quick)
 
     def first(self, given: Arguments) -> Any:
-        """What the entry points do first."""
+        """Do what the entry points do first."""
         return self.find_recent((given.dy, given.x, given.rstd, given.weight))
 
     def then(self, given: Arguments, options: Options = PLAIN) -> Any:
-        """What they do next."""
+        """Do what the entry points do next."""
         known = self.find(kind_of(given, options), present(given))
         return known and known.call
 
@@ -201,7 +201,7 @@ def test_call_that_only_the_list_kept_is_not_listed_twice(
 
 
 def test_kinds_that_one_call_serves_are_all_in_the_list(known: Backward) -> None:
-    """Whether a tensor requires a gradient is part of the check, but not of what serves it."""
+    """The check, but not what serves a call, depends on whether a tensor requires a gradient."""
     call, other = Call(), given(4)
     assert other.weight is not None
     trained = replace(other, weight=torch.nn.Parameter(other.weight))

@@ -1,5 +1,5 @@
-"""What a program's norms are asked to do is counted and ends up in a file, whatever the program is,
-and whatever becomes of it."""
+"""Calls of a program's norms are counted and end up in a file, whatever the program is, and
+whatever becomes of it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def nothing_counts_afterwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 
 def counted(recorder: Recorder) -> dict[str, int]:
-    """By operation and shape."""
+    """Return the counts by operation and shape."""
     recorder.write()
     found = collected.read(recorder.path.read_text()) if recorder.path.exists() else {}
     return {f"{operation} {shape}": count for (operation, shape), count in found.items()}
@@ -100,7 +100,7 @@ def test_a_weight_per_head_is_a_call_per_head(package: Package, recorder: Record
 def test_a_call_that_is_made_of_several_counts_once(
     package: Package, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where no kernel adds a residual."""
+    """Several calls serve one where no kernel adds a residual."""
     formula = package._find
 
     def find(given: Any, options: Any) -> Any:
@@ -302,7 +302,7 @@ def test_ranks_add_to_one_file_and_forks_count_for_themselves(tmp_path: Path) ->
 def test_a_fork_counts_also_what_is_counted_elsewhere(
     tmp_path: Path, cuda: bool, of_child: int
 ) -> None:
-    """As after `use_native()`. Where CUDA was in use, a fork has none, and asks nobody."""
+    """`use_native()` counts elsewhere. Where CUDA was in use, a fork has none, and asks nobody."""
     text = (
         "import os, sys, torch, normforge\n"
         "from normforge.serve.collect import Called, count_also\n"
@@ -433,7 +433,7 @@ def test_a_file_that_cannot_be_written_costs_one_warning(package: Package, tmp_p
     assert "No such file or directory" in sentence
     assert "choose a file that can be written" in sentence
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # of which a thread would die
+        warnings.simplefilter("error")  # a warning would end a thread
         folder.mkdir()
         recorder.stop()
     assert count_in(recorder.path) == 3, "nothing was lost"

@@ -127,7 +127,7 @@ def test_another_process_reads_a_patched_model(tmp_path: Path) -> None:
 
 
 def test_a_copy_of_a_model_has_no_main_grad() -> None:
-    """As docs/adopting.md says."""
+    """docs/adopting.md says so."""
     norm = normforge.RMSNorm(8, main_grad=True)
     norm.weight.main_grad = torch.zeros(8)
     other = copy.deepcopy(norm)

@@ -29,7 +29,7 @@ KERNELS = {
 
 
 def refused(package: Path, name: str = "rows_n64") -> str:
-    """Why a kernel cannot be read."""
+    """Return why a kernel cannot be read."""
     with pytest.raises(RuntimeError, match=r"cannot read .* install the package again") as caught:
         read_cubin(package, name, digest_of(KERNELS["rows_n64"]))
     return str(caught.value)
@@ -39,7 +39,7 @@ def test_every_kernel_is_read_as_it_was_written(tmp_path: Path) -> None:
     write_cubins(tmp_path, KERNELS)
     for name, cubin in KERNELS.items():
         assert read_cubin(tmp_path, name, digest_of(cubin)) == cubin
-    assert archived_cubins(tmp_path) == KERNELS  # what other programs make of it
+    assert archived_cubins(tmp_path) == KERNELS  # other programs can read the archive
 
 
 def test_equal_cubins_make_equal_files(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_neighbours_share_a_stream_that_is_soon_unpacked(
     headers = 1024 * len(kernels)
     assert GROUP_BYTES / 2 < max(unpacked) < GROUP_BYTES + headers
     streams = {(offset, size) for offset, size, *_ in index_of(tmp_path).values()}
-    assert 5 <= len(streams) <= 10  # of 1.1 MB
+    assert 5 <= len(streams) <= 10  # they hold 1.1 MB
 
 
 def index_of(package: Path) -> dict[str, list[int]]:

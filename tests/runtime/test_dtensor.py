@@ -1,4 +1,4 @@
-"""How DTensor splits the operators of a package."""
+"""DTensor splits the operators of a package."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ print("done")
 
 
 def runs_to_its_end(script: str, folder: Path) -> None:
-    """In a process of its own."""
+    """Run a script in a process of its own, and assert that it ends well."""
     root = str(REPOSITORY)
     script = script.format(root=root, folder=str(folder))
     done = subprocess.run(

@@ -36,7 +36,7 @@ BF16 = torch.bfloat16
 
 
 def arguments(*shape: int, dtype: torch.dtype = BF16, **change: Any) -> dict[str, Any]:
-    """Of a call, with a weight."""
+    """Return the arguments of a call with a weight."""
     dy, x, weight = (
         randn(*s, dtype=dtype, seed=i) for i, s in enumerate((shape, shape, shape[1:]))
     )
@@ -54,7 +54,7 @@ def equal(found: Any, wanted: Any) -> bool:
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "fp32": {"dtype": torch.float32},  # whose dy the formula reads in place
+    "fp32": {"dtype": torch.float32},  # the formula reads this dy in place
     "float64": {"dtype": torch.float64},
     "no weight": {"weight": None},
     "no dw": {"need_dw": False},
@@ -195,8 +195,8 @@ def test_kernel_writes_to_the_address_of_dx_out(
 def served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, driver: FakeDriver
 ) -> Callable[..., Any]:
-    """What serves a call by a package whose kernel has this pipeline: the kernel's call, or the
-    function that composes it."""
+    """Return what serves a call by a package whose kernel has this pipeline: the kernel's call, or
+    the function that composes it."""
     here = SimpleNamespace(major=9, minor=0, multi_processor_count=132, name="H200")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: here)
 

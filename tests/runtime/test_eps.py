@@ -40,7 +40,8 @@ def test_an_eps_is_any_number(package: Package, name: str, eps: Any) -> None:
 
 @pytest.mark.parametrize("eps", NUMBERS, ids=lambda eps: type(eps).__name__)
 def test_an_eps_becomes_a_number_of_python(eps: Any) -> None:
-    """Also one of NumPy that is derived from float: some versions of Dynamo make a tensor of it."""
+    """One of NumPy that is derived from float does, too: some versions of Dynamo make a tensor of
+    it."""
     assert type(float_of(eps)) in (float, int)
     assert float_of(eps) == eps
 

@@ -76,7 +76,7 @@ def test_a_model_is_exported_to_onnx(block: Any) -> None:
     ],
 )
 def test_a_norm_alone_is_exported(norm: torch.nn.Module, tensors: int, strict: bool) -> None:
-    """Of the strict way, PyTorch 2.9 refuses modules with attributes that are objects of others."""
+    """PyTorch 2.9's strict way refuses modules with attributes that are objects of others."""
     given = tuple(torch.randn(2, 3, 16) for _ in range(tensors))
     exported = torch.export.export(norm, given, strict=strict).module()
     torch.testing.assert_close(exported(*given), norm(*given))

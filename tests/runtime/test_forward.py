@@ -60,7 +60,7 @@ def test_row_layout_finds_every_row_or_asks_for_a_copy(
 
 @pytest.fixture
 def forward(tmp_path: Path) -> Forward:
-    """Of a package without forward kernels."""
+    """Make the forward of a package without forward kernels."""
     write_package(tmp_path)
     return Forward(source_of(tmp_path, "rmsnorm_backward"))
 
@@ -181,7 +181,7 @@ def test_the_host_packs_arguments_as_the_kernel_declares_them() -> None:
 
 
 class Launched(SimpleNamespace):
-    """What the driver was given."""
+    """The arguments that the driver was given."""
 
 
 @pytest.fixture

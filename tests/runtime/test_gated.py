@@ -190,7 +190,7 @@ def test_autocast_inference_and_checkpointing_change_nothing() -> None:
     with torch.inference_mode():
         assert torch.equal(rms_norm_gated(*given), plain)
         made = torch.ones(3, D, dtype=torch.bfloat16)
-    y = rms_norm_gated(made, *given[1:])  # what is made there cannot be saved: a copy is
+    y = rms_norm_gated(made, *given[1:])  # an inference tensor cannot be saved: a copy is
     assert all(one is not None for one in torch.autograd.grad(y.float().sum(), given[1:]))
     again = checkpoint(rms_norm_gated, *given, use_reentrant=False)
     found = torch.autograd.grad(again.float().sum(), given)
@@ -241,7 +241,7 @@ def test_without_a_package_it_says_so_and_the_formula_serves() -> None:
 
 
 class Kernels:
-    """In the place of a server with kernels: the formula, and what it was given."""
+    """Stands in for a server with kernels, by the formula, and keeps what it was given."""
 
     def __init__(self, operation: RowOperation, seen: list[Any]) -> None:
         self._server = RowServer(operation, "no kernels")
@@ -291,7 +291,7 @@ def test_compiled_code_has_the_forward_of_pytorchs_operators(seen: list[Any]) ->
 
 
 def test_a_weight_of_its_own_for_each_group_is_served_group_by_group(seen: list[Any]) -> None:
-    """Where the groups lie, without copies."""
+    """Groups are served where they lie, without copies."""
     given = drawn(5, D)
     x, z, weight = given
     options = (1e-6, "silu", True, GROUP)
@@ -316,7 +316,7 @@ def test_one_weight_for_all_groups_is_one_call(seen: list[Any]) -> None:
 
 
 def test_a_tiny_eps_is_served_by_the_formula(seen: list[Any]) -> None:
-    """With it rstd may be more than kernels can square."""
+    """Its rstd may be more than kernels can square."""
     given = drawn(5, D)
     for eps, calls in ((2.0**-97, 0), (2.0**-96, 1)):
         y = rms_norm_gated(*given, eps)

@@ -31,7 +31,7 @@ def eager(
     norm_before_gate: bool,
     group: int,
 ) -> torch.Tensor:
-    """As transformers has it: the norm in fp32, its result in x's dtype times the weight."""
+    """Compute the norm as transformers does: in fp32, its result in x's dtype times the weight."""
     act = functional.silu if activation == "silu" else torch.sigmoid
     wide = torch.promote_types(x.dtype, torch.float32)
     rows = x.to(wide) if norm_before_gate else x.to(wide) * act(z.to(wide))
@@ -58,7 +58,7 @@ def no_worse(given: list[torch.Tensor], *rest: Any) -> None:
                 torch.linalg.vector_norm(found[name].double() - wanted, norm)
                 for found in (ours, theirs)
             )
-            # In fp32 both are off by a few units in the last place, in one order or another.
+            # Both are off by a few units in the last place in fp32, in one order or another.
             unit = torch.finfo(torch.float32).eps * torch.linalg.vector_norm(wanted, norm)
             assert error <= MOST * bar + unit, (name, norm, error, bar)
 
@@ -83,7 +83,7 @@ def test_errors_of_groups_with_weights_of_their_own(kind: tuple[str, bool], grou
 
 @pytest.mark.parametrize("kind", GATED_BACKWARDS)
 def test_errors_of_a_weight_in_fp32(kind: tuple[str, bool]) -> None:
-    """Beside Qwen's, which returns x's dtype, too; Mamba's is as wide as its weight."""
+    """Qwen's returns x's dtype, too; Mamba's is as wide as its weight."""
     torch.manual_seed(2)
     weight = torch.randn(128) * 0.3 + 1
 

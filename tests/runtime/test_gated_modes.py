@@ -62,7 +62,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_inductor_runs_the_operator(
     kind: tuple[str, bool], calls: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The one test here that compiles code. Inductor is stricter where the environment has CI."""
+    """This is the one test here that compiles code. Inductor is stricter where the environment has
+    CI."""
     monkeypatch.setenv("CI", "true")
     norm = RMSNormGated(N, norm_before_gate=kind[1], activation=kind[0])
     given = [*leaves(3)[:2], norm.weight]

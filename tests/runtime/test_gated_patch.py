@@ -23,7 +23,7 @@ WIDTH = 32
 
 
 class NormThenGate(nn.Module):
-    """As in transformers' Qwen3-Next."""
+    """The norm of transformers' Qwen3-Next."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class TanhRMSNormGated(NormThenGate):
 
 
 class MambaRMSNormGated(nn.Module):
-    """As in transformers' Mamba 2 and Zamba 2: groups, and results as wide as the weight."""
+    """The norm of transformers' Mamba 2 and Zamba 2: groups, and results as wide as the weight."""
 
     def __init__(self, group_size: int = WIDTH) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class MambaRMSNormGated(nn.Module):
 
 
 class RMSNorm(MambaRMSNormGated):
-    """As mamba_ssm calls it."""
+    """The norm as mamba_ssm calls it."""
 
     def forward(self, x: torch.Tensor, z: Any = None) -> torch.Tensor:
         return super().forward(x, z)
@@ -170,7 +170,7 @@ def test_its_gradients_are_a_packages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class OnGpusAlone(nn.Module):
-    """In the place of a Triton kernel, which would need a GPU: what it was called with."""
+    """Stands in for a Triton kernel, which would need a GPU, and keeps what it was called with."""
 
     def __init__(self, **kept: Any) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ class FlashLinearAttention(OnGpusAlone):
 
 
 def called(where: str, kind: type) -> Any:
-    """The same class under another name, in another module."""
+    """Return the same class under another name, in another module."""
     module, _, name = where.rpartition(".")
     members = {"forward": vars(kind)["forward"], "__module__": module, "__qualname__": name}
     return type(name, (kind,), members)
@@ -228,7 +228,7 @@ def test_mamba_ssms_norm_is_known_by_its_class(
 @pytest.mark.parametrize("activation", ["swish", "silu", "sigmoid"])
 def test_flash_linear_attentions_norm_is_known_by_its_class(activation: str) -> None:
     class FusedRMSNormSwishGate(FLAS):  # type: ignore[misc]
-        """With the forward that is known."""
+        """A class with the forward that is known."""
 
     for kind in (FLAS, FusedRMSNormSwishGate):
         norm = patched(kind(activation=activation))
@@ -271,7 +271,7 @@ def test_others_are_left_alone_and_the_log_says_why(
 
 @pytest.mark.parametrize("of", ["dtype", "shape"])
 def test_a_gate_that_is_not_like_x_is_the_modules_own(of: str) -> None:
-    """Whether it is cast or repeated, and to which dtype, is for the module to say."""
+    """The module decides whether it is cast or repeated, and to which dtype."""
     norm = QwenRMSNormGated()
     x, z = both(torch.bfloat16)
     z = both()[1] if of == "dtype" else z[..., :1, :]

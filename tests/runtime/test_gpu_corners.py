@@ -1,6 +1,5 @@
-"""What training does now and then, on a GPU: a weight per head, no rows, autocast, second
-derivatives, gradients that nobody wants, inference mode, a fork after the import, graphs that
-are gone."""
+"""Rare steps of training, on a GPU: a weight per head, no rows, autocast, second derivatives,
+gradients that nobody wants, inference mode, a fork after the import, graphs that are gone."""
 
 from __future__ import annotations
 
@@ -78,7 +77,7 @@ def test_weight_per_head_gives_the_bits_of_a_call_per_head(package: Package, pac
     dy = randn(77, 3, 128, seed=9)
     main_grad = torch.ones(3, 128, device="cuda")
     found = package.rmsnorm_backward(
-        *(dy, x.detach(), rstd, weight.detach()), dw_out=main_grad, accumulate=True
+        dy, x.detach(), rstd, weight.detach(), dw_out=main_grad, accumulate=True
     )
     assert found[1] is main_grad
     torch.testing.assert_close(main_grad - 1, dw.float(), rtol=2**-7, atol=2**-7)
@@ -88,7 +87,7 @@ def test_weight_per_head_gives_the_bits_of_a_call_per_head(package: Package, pac
 def test_rows_whose_squares_are_almost_zero_have_finite_gradients(
     package: Package, dtype: torch.dtype
 ) -> None:
-    """At eps = 0, rstd is about 1e20, whose square is not finite in fp32."""
+    """rstd is about 1e20 at eps = 0, and its square is not finite in fp32."""
     x = (randn(77, 1024, dtype=torch.float32) * 1e-20).to(dtype).requires_grad_()
     weight = randn(1024, seed=1, dtype=dtype).requires_grad_()
     y = package.rms_norm(x, weight, 0.0)
@@ -187,7 +186,8 @@ def penalty(y: torch.Tensor, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("entry_point", [MODULE, INSTALL])
 def test_second_derivatives_are_those_of_the_formula(package: Package, entry_point: str) -> None:
-    """Through `install()` by PyTorch alone: with create_graph its backward is another operator."""
+    """PyTorch alone computes them through `install()`: with create_graph its backward is another
+    operator."""
     x = randn(33, 1024, dtype=torch.float32).requires_grad_()
     weight = randn(1024, seed=1, dtype=torch.float32).requires_grad_()
     wide = [t.detach().double().requires_grad_() for t in (x, weight)]

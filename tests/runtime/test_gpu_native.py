@@ -38,8 +38,8 @@ def on_gpu(here: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Pair:
-    """The same package without and with the native path. fallbacks: how many backwards of nodes in
-    C++ went to Python."""
+    """One package without and with the native path. fallbacks: how many backwards of nodes in C++
+    went to Python."""
 
     def __init__(self, folder: Path) -> None:
         self.python, self.native = Package(folder, "python"), Package(folder, "native")

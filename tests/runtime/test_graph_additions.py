@@ -235,10 +235,24 @@ def gradient_with_factor(x: Any, r: Any, g: Any, w: Any) -> Any:
 
 
 LEFT = (
-    *(broadcast, one_row_added, number_added, factor, promoted, transposed, its_own_weight),
-    *(user_and_weight_between, term_changes, sum_changes, weight_changes),
-    *(gradient_is_used_twice, gradient_is_returned, other_term_comes_later),
-    *(other_term_needs_the_backward, other_term_changes, gradient_with_itself, wider_gradient),
+    broadcast,
+    one_row_added,
+    number_added,
+    factor,
+    promoted,
+    transposed,
+    its_own_weight,
+    user_and_weight_between,
+    term_changes,
+    sum_changes,
+    weight_changes,
+    gradient_is_used_twice,
+    gradient_is_returned,
+    other_term_comes_later,
+    other_term_needs_the_backward,
+    other_term_changes,
+    gradient_with_itself,
+    wider_gradient,
     gradient_with_factor,
 )
 

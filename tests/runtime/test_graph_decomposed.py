@@ -59,7 +59,7 @@ def compiled(package: Package, function: Any, **options: Any) -> tuple[Any, list
 
 
 def calls(module: Any) -> list[Any]:
-    """What a graph and those in it call, without getitems."""
+    """Return what a graph and those in it call, without getitems."""
     nodes = (node for each in graph_modules(module) for node in each.graph.nodes)
     names = {"call_function", "call_method"}
     return [n.target for n in nodes if n.op in names and n.target is not operator.getitem]
@@ -282,7 +282,7 @@ def wide(x: Any, w: Any) -> Any:
 
 
 def narrowed(x: Any, w: Any) -> Any:
-    """Of float64 rows, but computed in fp32."""
+    """Compute the norm of float64 rows in fp32."""
     narrow = x.double().float()
     xhat = narrow * torch.rsqrt(narrow.pow(2).mean(-1, keepdim=True) + EPS)
     return xhat.to(torch.float64)
@@ -314,18 +314,27 @@ def transposed(x: Any, w: Any) -> Any:
 
 
 LEFT = (
-    *(xhat_is_used, mean_is_used, rstd_is_returned, cube, other_power, columns, everything),
-    *(
-        one_number,
-        other_rows,
-        eps_for_each_row,
-        no_eps,
-        scaled_eps,
-        other_narrow_result,
-        narrow_sum,
-        narrow_mean,
-    ),
-    *(wide, narrowed, rows_change_in_between, in_place, without_gradient, transposed),
+    xhat_is_used,
+    mean_is_used,
+    rstd_is_returned,
+    cube,
+    other_power,
+    columns,
+    everything,
+    one_number,
+    other_rows,
+    eps_for_each_row,
+    no_eps,
+    scaled_eps,
+    other_narrow_result,
+    narrow_sum,
+    narrow_mean,
+    wide,
+    narrowed,
+    rows_change_in_between,
+    in_place,
+    without_gradient,
+    transposed,
 )
 
 
@@ -398,7 +407,7 @@ def test_graphs_without_values_stay(package: Package) -> None:
 
 def test_norms_of_sharded_rows_stay(package: Package) -> None:
     class Sharded(torch.Tensor):
-        """As a DTensor, which has operators of its own."""
+        """Stands in for a DTensor, which has operators of its own."""
 
     module = make_fx(SPELLINGS["power"], tracing_mode="fake")(rows(4, 16).detach(), randn(16))
     (x, _) = (node for node in module.graph.nodes if node.op == "placeholder")

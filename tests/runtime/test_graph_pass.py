@@ -69,9 +69,9 @@ STEPS: dict[Step, int] = {
     several: 6 if FORWARD_STAYS_WHOLE else 3,
     none: 0,
 }
-"""How many norms a graph pass sees."""
+"""The number of norms that a graph pass sees."""
 ADDITIONS: dict[Step, int] = {several: 1 + FORWARD_STAYS_WHOLE}
-"""How many additions become part of one."""
+"""The number of additions that become part of one."""
 
 
 def trace(step: Step, mode: str = "fake") -> torch.fx.GraphModule:
@@ -151,7 +151,7 @@ def test_routed_nodes_keep_what_tracing_knew(package: Package) -> None:
         if namespace in str(node.target):
             values = node.meta["val"]
             for user in node.users:
-                # Of what the mask leaves out, tracing knows nothing.
+                # Tracing knows nothing of what the mask leaves out.
                 value, mine = user.meta.get("val"), values[user.args[1]]
                 assert value is None or (value.shape, value.dtype) == (mine.shape, mine.dtype)
 
@@ -317,7 +317,7 @@ def test_pass_fits_a_graph_trainer(package: Package, caplog: pytest.LogCaptureFi
 def test_torchtitans_own_tests_of_its_pass(
     package: Package, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of the pass that tags norms, with `tag` in its place."""
+    """They test the pass that tags norms, here with `tag` in its place."""
     import unittest
 
     where = "torchtitan.experiments.graph_trainer.tests.test_performance_passes"
@@ -387,7 +387,8 @@ def test_regional_inductor_compiles_what_is_tagged_as_the_tag_says(
     "step", [pytest.param(forward_only, marks=needs_whole_forward), backward_only]
 )
 def test_routed_nodes_keep_their_meta(package: Package, step: Step) -> None:
-    """Where a node came from, and what other passes wrote; its values are those of the operator."""
+    """The meta says where a node came from, and what other passes wrote; its values are those of
+    the operator."""
     module = trace(step)
     (norm,) = find_norms(module.graph, Operators)
     norm.meta |= {"custom": {"region": 3}, "stack_trace": "model.py, line 7"}
@@ -412,7 +413,7 @@ def test_norms_over_two_dimensions_stay_with_pytorch(package: Package) -> None:
 
 
 def norm(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """Nothing but a norm, so that there is no code to compile."""
+    """Compute nothing but a norm, so that there is no code to compile."""
     return functional.rms_norm(x, (16,), w, 1e-5)
 
 

@@ -107,7 +107,7 @@ def test_second_package_is_refused_while_one_is_installed(
 def test_package_that_is_loaded_again_takes_the_place_of_its_former_self(
     aten: list[str], tmp_path: Path
 ) -> None:
-    """As importlib.reload does, which leaves nobody who could uninstall the former one."""
+    """importlib.reload does that, and leaves nobody who could uninstall the former one."""
     norm, wanted = torch.nn.RMSNorm(16), ["forward", "backward"]
 
     def load() -> Installation:
@@ -195,7 +195,7 @@ def test_native_kernel_comes_and_goes_with_the_installation(aten: list[str]) -> 
         assert registered() == [False, True]
     assert registered() == [False, False]
     x, rstd = randn(4, 16), torch.ones(4, 1)
-    for function in functions:  # as a call does that is under way
+    for function in functions:  # a call that is under way still has these
         assert same(function(x, x, [16], rstd, x[0], [True, True]), (x, x[0]))
     assert aten == []
 
@@ -227,7 +227,7 @@ def test_what_was_not_tuned_goes_to_the_kernel_that_was_there(
             warnings.simplefilter("error")
             train_once(norm)
             train_once(norm)  # the same reason
-            train_once(torch.nn.RMSNorm((4, 16)))  # what no package is asked for
+            train_once(torch.nn.RMSNorm((4, 16)))  # no package is asked for this
     assert aten.count("backward") == 4
 
 
@@ -281,7 +281,7 @@ BACKWARD = "_fused_rms_norm_backward"
 
 @pytest.fixture
 def override(aten: list[str]) -> Iterator[Callable[[], None]]:
-    """What registers a kernel as PyTorch does with those of its own in Python, for 16 columns."""
+    """Register a kernel, for 16 columns, as PyTorch does with those of its own in Python."""
     registry = pytest.importorskip("torch._native.registry", reason="PyTorch before 2.13")
 
     def kernel(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -307,7 +307,7 @@ def is_of_width(width: int, dy: torch.Tensor, x: torch.Tensor, *_: Any) -> bool:
 
 
 def served_by(aten: list[str], *shape: int) -> str:
-    """Who runs the backward of rows of (4, *shape)."""
+    """Return who runs the backward of rows of (4, *shape)."""
     x, weight, rstd = randn(4, *shape), randn(*shape), torch.ones(4, *shape[:-1], 1)
     aten.clear()
     torch.ops.aten._fused_rms_norm_backward(x, x, list(shape), rstd, weight, [True, True])
@@ -317,7 +317,7 @@ def served_by(aten: list[str], *shape: int) -> str:
 def test_kernels_that_pytorch_overrides_its_own_with_come_second(
     package: Package, aten: list[str], override: Callable[[], None]
 ) -> None:
-    """Also when they are switched off and on: nobody calls a kernel that is gone."""
+    """They may be switched off and on: nobody calls a kernel that is gone."""
     entry_point = routing_on_cpu(package)
 
     def who() -> list[str]:

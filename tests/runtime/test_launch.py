@@ -1,4 +1,4 @@
-"""What the driver is given, and when."""
+"""The driver's arguments, and when it gets them."""
 
 from __future__ import annotations
 
@@ -52,10 +52,24 @@ def test_launch_hands_over_arguments_in_the_order_of_the_kernel(driver: FakeDriv
     given, plan = launch(LoadedKernel(b"cubin", SPEC))
     (seen,) = driver.launches
     assert seen.arguments == (
-        *(*(tensor.data_ptr() for tensor in given), 0, 0),
-        *(4096, 4096 + plan.zeroed_offset, 4096 + plan.scratch_offset),
-        *(6, 2048, 1024, 1024, 1024, 0, 0, 0),
-        *(1024, plan.group, 0, 0.0),
+        *(tensor.data_ptr() for tensor in given),
+        0,
+        0,
+        4096,
+        4096 + plan.zeroed_offset,
+        4096 + plan.scratch_offset,
+        6,
+        2048,
+        1024,
+        1024,
+        1024,
+        0,
+        0,
+        0,
+        1024,
+        plan.group,
+        0,
+        0.0,
     )
     assert (seen.function, seen.grid, seen.block) == ("rmsnorm_backward", plan.grid, 256)
     assert (seen.smem, seen.stream) == (50_000, 7)

@@ -472,8 +472,8 @@ class Node:
         residual: torch.Tensor | None = None,
         around: AbstractContextManager[Any] | None = None,
     ) -> Any:
-        """What the kernel of a step got, which has to be where the gradients are. around: of the
-        backward alone."""
+        """Return what the kernel of a step got, which has to be where the gradients are. around: of
+        the backward alone."""
         for tensor in self.leaves:
             tensor.grad = None
         result = self.norm(self.leaves[0], residual)
@@ -496,7 +496,7 @@ def test_a_node_that_came_before_goes_the_quick_way(
     wanted: tuple[bool, ...],
     watched: bool,
 ) -> None:
-    """Whichever of the two sums is wanted; but never where somebody watches operators."""
+    """Either of the two sums may be wanted; but it never does where somebody watches operators."""
     package = launching()
     node = Node(package, driver, *wanted)
     for _ in range(3):

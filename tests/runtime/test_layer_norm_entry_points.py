@@ -213,7 +213,7 @@ def train_once(norm: Any) -> list[torch.Tensor]:
 
 
 class Served:
-    """What a package was asked for, and whether it served."""
+    """Watches what a package is asked for, and whether it serves."""
 
     def __init__(self, package: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple[bool, bool, bool]] = []
@@ -309,7 +309,7 @@ def test_what_is_not_served_has_the_bits_of_pytorch(
         wanted = step()
         with routing_on_cpu(package).installed():
             assert same(step(), wanted), what
-    assert served.calls == [(True, True, False)]  # by the narrow one
+    assert served.calls == [(True, True, False)]  # the narrow one is served
     monkeypatch.setattr(package, "warn", WarnOnce())
     monkeypatch.setattr(package, "_find", lambda given, options: "nothing was tuned")
     norm = filled(nn.LayerNorm(16))
@@ -440,7 +440,7 @@ def test_nested_modules_marks_and_other_norms(
     graph.output(graph.call_module("called", tuple(given)))
     inner = make_fx(step_of, tracing_mode="fake")(*inputs())
     module = torch.fx.GraphModule({"called": inner}, graph)
-    route(tag(module, Operators), rms_package.ops)  # of RMSNorm: leaves everything
+    route(tag(module, Operators), rms_package.ops)  # RMSNorm's pass leaves everything
     assert backwards(inner) == 3
     assert package.graph_pass("tag")(module) is module
     marked = [n for n in inner.graph.nodes if "compile_with_inductor" in n.meta.get("custom", {})]

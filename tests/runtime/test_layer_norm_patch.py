@@ -33,7 +33,7 @@ def rms_package(tmp_path_factory: pytest.TempPathFactory) -> Package:
 
 
 class WideLayerNorm(nn.LayerNorm):
-    """As models have it that keep their norms in fp32."""
+    """The norm of models that keep their norms in fp32."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x.float()).type_as(x)
@@ -168,7 +168,11 @@ def test_an_eps_that_is_a_tensor_may_change_and_is_left_alone(package: LayerNorm
 @pytest.mark.parametrize(
     "kind",
     [
-        *(FloatLayerNorm, ImageLayerNorm, DetachedLayerNorm, FrozenLayerNorm, ClampedLayerNorm),
+        FloatLayerNorm,
+        ImageLayerNorm,
+        DetachedLayerNorm,
+        FrozenLayerNorm,
+        ClampedLayerNorm,
         NarrowedLayerNorm,
     ],
 )

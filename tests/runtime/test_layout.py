@@ -1,4 +1,4 @@
-"""What is known of the addresses of a call's rows, and which tensors are copied."""
+"""Facts about the addresses of a call's rows, and the tensors that are copied."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_address_of_either_tensor_counts(which: str, start: int) -> None:
 @pytest.mark.parametrize("gap", [1, 4, 16])
 @pytest.mark.parametrize("which", ["x", "dy"])
 def test_every_step_between_rows_counts(which: str, gap: int) -> None:
-    """Between rows, and between the heads of one token and the next."""
+    """Steps are between rows, and between the heads of one token and the next."""
     for strides in ((3 * (N + gap), N + gap, 1), (3 * N + gap, N, 1)):
         given: dict[str, Any] = dict.fromkeys(("x", "dy"), strided((2, 3, N), (3 * N, N, 1)))
         given[which] = strided((2, 3, N), strides)

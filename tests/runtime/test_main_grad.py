@@ -79,7 +79,7 @@ def test_buffer_may_be_overwritten_or_made_on_request(package: Package) -> None:
     ours.weight.overwrite_main_grad = True
     trained(ours), trained(plain)
     assert torch.equal(ours.weight.main_grad, plain.weight.grad)
-    made = torch.zeros(16, dtype=torch.bfloat16)  # of the weight's dtype
+    made = torch.zeros(16, dtype=torch.bfloat16)  # it has the weight's dtype
     ours.weight.get_main_grad = lambda: made
     trained(ours)
     assert torch.equal(made, plain.weight.grad.bfloat16())
@@ -149,7 +149,7 @@ def test_a_gradient_that_is_on_its_way_goes_through_the_operator(
             gradients[late] = AsyncCollectiveTensor(gradients[late])
         results.append([*torch.autograd.grad(ours(x, x.detach()), x, gradients)])
         results[-1].append(ours.weight.main_grad)
-        assert calls == 1  # in the first round
+        assert calls == 1  # the first round has called it
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 

@@ -61,7 +61,7 @@ def function(package: Package, x: Any, weight: Any, *norm: Any, residual: Any = 
 
 
 def node(package: Package, x: Any, weight: Any, *norm: Any, residual: Any = None) -> Any:
-    """And rstd, which the node saves."""
+    """Return the results, and rstd, which the node saves."""
     x = x.detach().requires_grad_()
     eps, offset = norm or (1e-6, 0.0)
     results = package.rms_norm(x, weight, eps, weight_offset=offset, residual=residual)
@@ -76,7 +76,7 @@ def with_rstd(package: Package, x: Any, weight: Any, *norm: Any, residual: Any =
 
 
 def operator(package: Package, x: Any, weight: Any, *norm: Any, residual: Any = None) -> Any:
-    """As compiled code calls it."""
+    """Call the operator as compiled code does."""
     if residual is None:
         return package.ops.rms_norm(x, weight, *(norm or (1e-6, 0.0)), package.name)
     return package.ops.add_rms_norm(x, residual, weight, *(norm or (1e-6, 0.0)), package.name)
@@ -161,7 +161,7 @@ OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 UNWRAPPED = ("x negative", "x a subclass", "x wants a gradient")
-"""What PyTorch or Python makes plain tensors of before the forward gets it."""
+"""Tensors that PyTorch or Python makes plain before the forward gets them."""
 
 
 @pytest.mark.parametrize("call", [function, operator])
@@ -278,7 +278,7 @@ def test_threads_share_plans_and_streams_do_not(machine: Machine, package: Any) 
 
 
 def test_derivatives_of_other_kinds_are_left_to_python(machine: Machine, package: Any) -> None:
-    """By torch.func and by forward mode, whose tensors are plain ones below."""
+    """torch.func and forward mode make them, and their tensors are plain ones below."""
     one, weight, cube = package(), inputs()["weight"], rows(12).view(2, 6, 1024)
     learned(one)
 
@@ -311,6 +311,6 @@ def test_derivatives_of_other_kinds_are_left_to_python(machine: Machine, package
         assert (by_cpp, by_python) == (0, 0), transform
         wanted = transform(theirs).to(found.dtype)
         torch.testing.assert_close(found, wanted, rtol=0.02, atol=0.05)
-    # Without a derivative vmap calls the operator for each, with plain tensors.
+    # vmap without a derivative calls the operator for each, with plain tensors.
     torch.testing.assert_close(torch.func.vmap(norm)(cube), theirs(cube), rtol=0.02, atol=0.05)
     assert who_served(machine, lambda: operator(one, **inputs()))[:2] == (1, 0)

@@ -49,7 +49,7 @@ def by_aten(dy: Any, x: Any, rstd: Any, weight: Any, mask: Any = (True, True)) -
 
 
 def installation_of(package: Package) -> Installation:
-    """Of CPU tensors, native if the package is."""
+    """Return the installation for CPU tensors, native if the package is."""
     found = routing_on_cpu(package)
     if package._native.take is not None:
         found.use_native(package._native.take)
@@ -82,7 +82,7 @@ def test_plain_calls_are_launched_from_cpp_in_either_order(
     entry_point.use_native(take)  # changes nothing
     entry_point.install()
     try:
-        if order != "while calls go on":  # those have taught it
+        if order != "while calls go on":  # calls under way have taught it
             assert who_served(machine, lambda: by_aten(**inputs()))[:2] == (0, kernels)
             by_aten(**inputs())
         by_cpp, by_python, found = who_served(machine, lambda: by_aten(**inputs()))
@@ -109,7 +109,7 @@ def test_training_step_needs_no_python(
 
 
 TAKEN_APART = {"dy a subclass": 2, "dy negative": 1}
-"""What PyTorch makes plain calls of before they get here, and how many."""
+"""Calls that PyTorch makes plain before they get here, and how many."""
 
 
 @pytest.mark.filterwarnings("ignore:nothing like")

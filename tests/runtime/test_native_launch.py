@@ -1,5 +1,5 @@
-"""What C++ launches is what Python would have launched, and what it does not serve goes to Python.
-The extension is the real one; the driver is made of callbacks."""
+"""C++ launches what Python would have launched, and leaves to Python what it does not serve. The
+extension is the real one; the driver is made of callbacks."""
 
 from __future__ import annotations
 
@@ -248,8 +248,13 @@ def state(machine: Machine, name: str) -> Any:
 
 
 STATES = (
-    *("capturing", "another device", "another stream", "mode"),
-    *("stream refused", "device refused", "capturing refused"),
+    "capturing",
+    "another device",
+    "another stream",
+    "mode",
+    "stream refused",
+    "device refused",
+    "capturing refused",
 )
 
 

@@ -170,7 +170,7 @@ def test_learning_that_fails_does_not_fail_the_call(
     package = make(SEPARATE)
     monkeypatch.setattr(torch.cuda, "empty_cache", fail)
     by_autograd(package, **inputs())
-    machine.full = True  # for the workspace of the native path: Python's is there
+    machine.full = True  # the native path gets no workspace; Python's is there
     learned(package)
     assert who_served(machine, lambda: by_autograd(package, **inputs()))[:2] == (0, 2)
 
@@ -200,8 +200,17 @@ def test_other_threads_run_while_a_launch_waits_for_the_driver(module: Any) -> N
     store.set_scratch(0, 7, 4096)
     words = struct.pack
     store.add(
-        *(0, 0, 7, 6, 1024, torch.bfloat16, torch.bfloat16, bytes(256), words("Q", 80)),
-        *((300_000, 1, words("Q", 0)), (0, 0, b"")),
+        0,
+        0,
+        7,
+        6,
+        1024,
+        torch.bfloat16,
+        torch.bfloat16,
+        bytes(256),
+        words("Q", 80),
+        (300_000, 1, words("Q", 0)),
+        (0, 0, b""),
     )
     ticks, done = [0], threading.Event()
 
@@ -379,7 +388,7 @@ def test_entry_points_teach_each_other(machine: Machine, make: Any) -> None:
 
 
 def test_results_in_deterministic_mode_are_not_filled(machine: Machine, make: Any) -> None:
-    """What Python allocates is not either; a kernel writes all of it."""
+    """Python does not fill its results either; a kernel writes all of them."""
     package = make()
     learned(package)
     machine.idle = True

@@ -45,14 +45,14 @@ def package(request: pytest.FixtureRequest, tmp_path: Path) -> Package:
 
 @pytest.fixture
 def both(tmp_path: Path, module: Any) -> tuple[Package, Package]:
-    """The same without and with the node in C++."""
+    """Return one package without and one with the node in C++."""
     return write_package(tmp_path / "one"), started(write_package(tmp_path / "two"), module)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_trace_gets_the_node_that_it_can_see(both: tuple[Package, Package]) -> None:
-    """What the C++ node computes by a kernel would be a constant of the traced module."""
+    """A kernel's results in the C++ node would be constants of the traced module."""
 
     def fail(*_: Any) -> Any:
         raise AssertionError("the C++ node was traced")
@@ -79,7 +79,7 @@ def made_in_inference_mode(*shape: int) -> torch.Tensor:
 
 
 def test_rows_from_inference_mode_train_a_weight(package: Package) -> None:
-    """As PyTorch's norm does on the CPU."""
+    """PyTorch's norm does so on the CPU."""
     x, other = made_in_inference_mode(6, 16), made_in_inference_mode(16)
     training = {
         "alone": lambda x, w: package.rms_norm(x, w),
@@ -101,7 +101,7 @@ def test_rows_from_inference_mode_train_a_weight(package: Package) -> None:
 
 
 def test_another_error_of_a_node_stays_as_it_is() -> None:
-    """Also where what raised it sees every function of PyTorch."""
+    """It stays also where what raised it sees every function of PyTorch."""
 
     class Refusing(TorchFunctionMode):
         def __torch_function__(self, *_: Any) -> Any:
@@ -139,7 +139,7 @@ def test_node_gives_the_bits_of_the_one_in_python(both: Any, name: str) -> None:
 
 
 def test_node_in_c_has_its_name(both: Any) -> None:
-    results = [package.rms_norm(leaf(2, 8), None) for package in both]  # which hold the nodes
+    results = [package.rms_norm(leaf(2, 8), None) for package in both]  # results hold the nodes
     names = [y.grad_fn.name() for y in results]
     assert "EagerNorm" in names[0] and "Norm" in names[1] and names[0] != names[1]
 

@@ -65,7 +65,7 @@ def test_compiled_step_asks_the_dispatcher_once_per_operator(
         is not None
     )
     with pytest.raises(AssertionError, match="asked again"):
-        package.ops.rms_norm(x, weight, None, 0.0, package.name)  # by a node
+        package.ops.rms_norm(x, weight, None, 0.0, package.name)  # this goes through a node
 
 
 def test_wrapper_that_no_mode_announces_is_left_to_the_dispatcher(package: Package) -> None:
@@ -96,8 +96,12 @@ def test_operator_tries_the_quick_call_for_plain_arguments_alone(
             dx, dw, third = backward(*plain)
         assert same([dx, dw], list(found)) and third.shape == (0,)
     for place, value in (
-        *((3, None), (4, dy), (5, torch.float32), (6, 1.0)),
-        *((7, False), (8, False)),
+        (3, None),
+        (4, dy),
+        (5, torch.float32),
+        (6, 1.0),
+        (7, False),
+        (8, False),
     ):
         dx, dw, _ = backward(*plain[:place], value, *plain[place + 1 :])
         assert not torch.equal(dx, found[0]) or not torch.equal(dw, found[1])
@@ -122,7 +126,8 @@ def plain_call() -> tuple[torch.Tensor, ...]:
 
 
 def test_inductor_runs_the_operator(package: Package, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one test here that compiles code. Inductor is stricter where the environment has CI."""
+    """This is the one test here that compiles code. Inductor is stricter where the environment has
+    CI."""
     monkeypatch.setenv("CI", "true")
     norm = package.RMSNorm(16)
     x = leaf(4, 16)
@@ -268,7 +273,7 @@ print("done")
 
 
 def test_forked_child_works_after_import(tmp_path: Path) -> None:
-    """In a process that has computed nothing: PyTorch's threads do not survive a fork."""
+    """The process has computed nothing: PyTorch's threads do not survive a fork."""
     script = FORKED.format(root=REPOSITORY, folder=tmp_path, patience=patience(60))
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", script],

@@ -1,4 +1,4 @@
-"""What is fused and what is composed: the one decision, for every option and kind of kernel."""
+"""The one decision between fused and composed, for every option and kind of kernel."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.fake_driver import SPEC, tensors
 N = 1024
 FP32, BF16 = torch.float32, torch.bfloat16
 STRIDED = torch.zeros(2 * N)[::2]
-UNALIGNED = torch.zeros(N + 2)[2:]  # by 8 bytes
+UNALIGNED = torch.zeros(N + 2)[2:]  # its address is off by 8 bytes
 OFFSET, RESIDUAL = replace(SPEC, offset=True), replace(SPEC, residual="bf16")
 
 
@@ -89,7 +89,7 @@ def test_a_dw_that_no_kernel_writes_is_stored_or_added(accumulate: bool) -> None
 
 @pytest.mark.parametrize("shape", [(2, N // 2), (1, N), (N, 1), (N + 1,), (N - 1,)])
 def test_a_dw_out_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
-    """Also where it has as many elements: nobody knows which way they would lie."""
+    """One with as many elements is, too: nobody knows which way they would lie."""
     with pytest.raises(ValueError, match=r"dw_out must have the weight's shape \(1024,\)"):
         check_arguments(given(dw_out=torch.zeros(shape)), PLAIN)
     check_arguments(given(dw_out=torch.zeros(N)), PLAIN)
@@ -104,7 +104,7 @@ def test_kernels_of_another_gpu_are_told(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_driver_that_is_too_old_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What there is for its GPU is then served by PyTorch, as on a GPU without kernels."""
+    """PyTorch then serves its GPU, as on one without kernels."""
     here = SimpleNamespace(major=9, minor=0, name="H200")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: here)
     monkeypatch.setattr(checks, "driver_version", lambda: 12080)

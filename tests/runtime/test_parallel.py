@@ -88,7 +88,7 @@ print("done")
 
 
 def runs_to_its_end(script: str, folder: Path) -> None:
-    """In a process of its own: process groups and operators are global."""
+    """Run a script in a process of its own, because process groups and operators are global."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", script.format(root=REPOSITORY, folder=folder)],
         capture_output=True,

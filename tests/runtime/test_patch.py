@@ -103,7 +103,7 @@ class Rmsnorm(PlainRMSNorm):
 
 
 class T5LayerNorm(PlainRMSNorm):
-    """What Hugging Face calls that of T5, which computes an RMSNorm."""
+    """Hugging Face's name for the norm of T5, which computes an RMSNorm."""
 
 
 class Scaled(nn.RMSNorm):
@@ -133,7 +133,7 @@ class PreNorm(nn.Module):
 
 @pytest.mark.parametrize("weight", [None, nn.Linear(4, 4), nn.Parameter(torch.ones(4, 4))])
 def test_a_block_with_a_norm_in_its_name_is_left_alone(package: Package, weight: Any) -> None:
-    """And its state is not asked for."""
+    """Its state is not asked for."""
     model = PreNorm(weight)
 
     def asked(*_: Any) -> None:
@@ -153,10 +153,21 @@ def test_what_is_no_module_is_refused(package: Package, model: Any) -> None:
 @pytest.mark.parametrize(
     "kind",
     [
-        *(ForgetfulRMSNorm, CentredRMSNorm, HiddenEpsRMSNorm, TwiceRMSNorm, NarrowRMSNorm),
-        *(ColumnRMSNorm, MatrixRMSNorm, ChannelRMSNorm, ClampedRMSNorm, ClampedStatisticRMSNorm),
-        *(DetachedStatisticRMSNorm, DetachedWeightRMSNorm),
-        *(GatedRMSNorm, BiasedRMSNorm, nn.LayerNorm),
+        ForgetfulRMSNorm,
+        CentredRMSNorm,
+        HiddenEpsRMSNorm,
+        TwiceRMSNorm,
+        NarrowRMSNorm,
+        ColumnRMSNorm,
+        MatrixRMSNorm,
+        ChannelRMSNorm,
+        ClampedRMSNorm,
+        ClampedStatisticRMSNorm,
+        DetachedStatisticRMSNorm,
+        DetachedWeightRMSNorm,
+        GatedRMSNorm,
+        BiasedRMSNorm,
+        nn.LayerNorm,
     ],
 )
 @pytest.mark.parametrize("casting", [None, "llama", "gemma"])
@@ -191,7 +202,7 @@ def test_a_patch_is_summed_up(package: Package, caplog: pytest.LogCaptureFixture
     assert "(0): PlainRMSNorm(by Normforge)" in str(model)
     package.unpatch(model)
     assert "Normforge" not in str(model)
-    package.patch(package.RMSNorm(16))  # which needs no patch
+    package.patch(package.RMSNorm(16))  # it needs no patch
     assert caplog.records[-1].levelname == "INFO"
 
 
@@ -249,7 +260,7 @@ def test_a_norm_whose_dtype_no_kernel_gives_is_left_alone(package: Package, kind
 
 
 class PlacelessRMSNorm(PlainRMSNorm):
-    """Only runs on a GPU."""
+    """A norm that runs on a GPU only."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not x.is_cuda:
@@ -258,7 +269,7 @@ class PlacelessRMSNorm(PlainRMSNorm):
 
 
 class InPlaceRMSNorm(PlainRMSNorm):
-    """For inference: nothing flows back through a tensor that is written to."""
+    """A norm for inference: nothing flows back through a tensor that is written to."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         mean = x.square().mean(-1, keepdim=True)
@@ -343,9 +354,14 @@ def test_norms_of_one_class_that_differ_are_each_tried(package: Package) -> None
     del buffered.factor
     buffered.register_buffer("factor", torch.tensor(2.0), persistent=False)
     model = nn.Sequential(
-        *(CountedRMSNorm(), CountedRMSNorm(factor=2.0), CountedRMSNorm(32, factor=1.0)),
-        *(CountedRMSNorm(factor={"is": 1.0}), CountedRMSNorm(factor={"is": 2.0})),
-        *(CountedRMSNorm(), buffered, CountedRMSNorm(16, 1.0)),
+        CountedRMSNorm(),
+        CountedRMSNorm(factor=2.0),
+        CountedRMSNorm(32, factor=1.0),
+        CountedRMSNorm(factor={"is": 1.0}),
+        CountedRMSNorm(factor={"is": 2.0}),
+        CountedRMSNorm(),
+        buffered,
+        CountedRMSNorm(16, 1.0),
     )
     assert package.patch(model) == ["0", "2", "3", "5", "7"]
 
@@ -481,7 +497,7 @@ def test_models_of_hugging_face(package: Package, name: str) -> None:
 
 
 def test_a_class_that_is_made_of_a_patched_one_stays(package: Package) -> None:
-    """As `fully_shard` and parametrizations make one."""
+    """`fully_shard` and parametrizations make such a class."""
     x = randn(4, 16)
     sharded = PlainRMSNorm()
     package.patch(sharded)
@@ -501,7 +517,7 @@ def test_a_class_that_is_made_of_a_patched_one_stays(package: Package) -> None:
 
 
 def test_a_norm_with_a_forward_of_its_own_is_left_alone(package: Package) -> None:
-    """As accelerate's hooks replace it."""
+    """accelerate's hooks replace a forward like this."""
     model: Any = nn.Sequential(PlainRMSNorm(), PlainRMSNorm())
     model[0].forward = lambda x: 3 * x
     assert package.patch(model) == ["1"]

@@ -41,7 +41,7 @@ Keywords = dict[str, Any]
 
 
 def facts(tensor: torch.Tensor | None) -> Any:
-    """What a kernel is chosen by."""
+    """Return the facts by which a kernel is chosen."""
     if tensor is None:
         return None
     address = tensor.data_ptr() % MAX_ALIGNMENT
@@ -362,7 +362,7 @@ def test_every_call_is_served_as_its_own_in_any_order(
     picks: list[int],
     tmp_path: Path,
 ) -> None:
-    """While lists are renewed and tables cleared all the time. An `Own` refuses other calls."""
+    """Lists are renewed and tables cleared all the time. An `Own` refuses other calls."""
     entry_point = make(a_package(tmp_path, make.write))
     with pytest.MonkeyPatch.context() as patch, aten_on_cpu(), entry_point.around():
         patch.setattr("normforge.serve.call_cache._MOST_KEYS", 5)

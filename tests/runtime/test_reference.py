@@ -67,7 +67,7 @@ def test_aten_gets_the_arguments_of_its_schema() -> None:
 
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_gradient_of_tiny_rows_is_finite(tmp_path: Path, create_graph: bool) -> None:
-    """Where the square of rstd overflows. Kernels multiply by it: docs/accuracy.md."""
+    """The square of rstd overflows there. Kernels multiply by it: docs/adopting.md."""
     package = write_package(tmp_path)
     x, weight = (randn(4, 64) * 1e-20).requires_grad_(), randn(64, seed=1)
     dy = randn(4, 64, seed=2)

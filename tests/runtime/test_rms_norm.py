@@ -129,7 +129,8 @@ def test_expanded_gradient_is_not_wrong(package: Package) -> None:
 
 @pytest.mark.parametrize("how", ["operator", "residual"])
 def test_second_derivatives_are_served(package: Package, how: str) -> None:
-    """Those of `rms_norm` alone are in runtime/test_native_node.py, for both of its nodes."""
+    """Second derivatives of `rms_norm` alone are in runtime/test_native_node.py, for both of its
+    nodes."""
     x, weight = leaf(3, 6, dtype=torch.float64), leaf(6, dtype=torch.float64, seed=1)
     if how == "residual":
         residual = leaf(3, 6, dtype=torch.float64, seed=2)
@@ -179,7 +180,7 @@ def test_wide_weight_keeps_the_dtype_of_the_rows(package: Package) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_missing_eps_is_pytorchs(package: Package, dtype: torch.dtype) -> None:
-    """Of fp32 for narrower rows too. The rows are so small that it shows."""
+    """The eps is that of fp32 for narrower rows too. The rows are so small that it shows."""
     x = (1e-3 * randn(4, 64)).to(dtype)
     assert torch.equal(package.rms_norm(x), functional.rms_norm(x, (64,)))
 
@@ -238,7 +239,7 @@ def test_module_with_an_offset_starts_as_the_identity(package: Package) -> None:
 
 
 def test_offset_needs_a_weight(package: Package) -> None:
-    """Without one, y would be twice what the module with a weight begins with."""
+    """y would be twice what the module with a weight begins with."""
     with pytest.raises(ValueError, match="weight_offset is added to a weight"):
         package.RMSNorm(16, weight_offset=1.0, elementwise_affine=False)
 
@@ -314,7 +315,7 @@ def test_what_is_no_tensor_is_named(package: Package) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_forward_with_rstd_and_backward_are_a_norm(package: Package, dtype: torch.dtype) -> None:
-    """What docs/adopting.md shows: an autograd function of the user's own."""
+    """docs/adopting.md shows this: an autograd function of the user's own."""
     x, weight, dy = randn(4, 6, 16, dtype=dtype), randn(16, dtype=dtype, seed=1), randn(4, 6, 16)
     y, rstd = package.rmsnorm_forward(x, weight, 1e-6, weight_offset=1.0)
     dx, dw = package.rmsnorm_backward(dy.to(dtype), x, rstd, weight, weight_offset=1.0)

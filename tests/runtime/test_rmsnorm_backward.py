@@ -136,7 +136,10 @@ def test_composition_around_a_plain_kernel_gives_what_the_formula_says(case: str
 
     wanted_out = None if given.dw_out is None else given.dw_out.clone()
     wanted = reference_backward(
-        *(dy, x, rstd, given.weight),
+        dy,
+        x,
+        rstd,
+        given.weight,
         dresidual=given.dresidual,
         dw_out=wanted_out,
         **vars(options),
@@ -200,7 +203,7 @@ def test_backward_traces_into_one_operator(package: Package) -> None:
 
 
 def test_gradient_of_the_backward_is_refused(package: Package) -> None:
-    """And not left out, neither as a gradient penalty finds it nor called with leaves."""
+    """It is not left out, neither as a gradient penalty finds it nor called with leaves."""
     norm = function_norm(package)(8)
     x, weight = leaf(4, 8), norm.weight
     for loss in (norm(x).square().sum(), norm(x).sum()):
@@ -333,7 +336,7 @@ class Late(torch.Tensor):
 def test_gradient_of_another_kind_goes_through_the_operator(
     package: Package, residual: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which unwraps it; a kernel would read its address."""
+    """The operator unwraps it; a kernel would read its address."""
     seen: list[type] = []
     operator = package.ops.backward
 

@@ -120,7 +120,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 @pytest.fixture
 def serve(driver: Device, device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What serves calls by a kernel for CPU tensors, its outputs, or why there is none."""
+    """Return what serves calls by a kernel for CPU tensors, its outputs, or why there is none."""
     monkeypatch.setitem(OPERATIONS, "blend", BLEND)
     monkeypatch.setattr(module, "current_device", lambda: 0)
     monkeypatch.setattr(module, "raw_stream", lambda index: device.here())
@@ -203,7 +203,7 @@ BF16 = torch.bfloat16
 RESIDUALS = {
     "dense": random(*SHAPE, dtype=BF16),
     "at a stride": random(M, 2 * N, dtype=BF16)[:, N:].view(SHAPE),
-    "heads": random(4, 12, N, dtype=BF16)[:, :6],  # which have two strides
+    "heads": random(4, 12, N, dtype=BF16)[:, :6],  # heads have two strides
     "at an odd address": random(M * N + 1, dtype=BF16)[1:].view(SHAPE),
     "at an odd stride": random(M, N + 2, dtype=BF16)[:, :N].view(SHAPE),
 }
@@ -240,7 +240,7 @@ def test_a_captured_call_has_memory_of_its_own(
     serve: Any, driver: Device, device: FakeDevice, monkeypatch: pytest.MonkeyPatch,
     default: torch.dtype,
 ) -> None:  # fmt: skip
-    """Of fp32 words, whatever PyTorch's default is."""
+    """The words are fp32, whatever PyTorch's default is."""
     made: list[torch.Tensor] = []
 
     def empty(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""From the arguments of a call to the kernel, the composition or the operator that serves it."""
+"""Arguments of a call lead to the kernel, the composition or the operator that serves it."""
 
 from __future__ import annotations
 

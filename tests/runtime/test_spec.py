@@ -46,7 +46,7 @@ def test_a_grid_that_waits_for_nobody_is_what_the_rows_need(
     assert (launch.grid, launch.participants) == (needed * cluster, needed)
     assert (launch.sum_grid, launch.workspace_bytes, launch.scratch_offset) == (0, 0, 0)
     assert spec.idle(M) == 1
-    assert spec.participants * cluster < 1 << 31  # of a grid, CUDA's largest
+    assert spec.participants * cluster < 1 << 31  # CUDA's largest grid
 
 
 def memory(spec: KernelSpec, M: int = 8000) -> tuple[int, int, int, int]:

@@ -1,4 +1,4 @@
-"""Which kernel the table of a package chooses."""
+"""The choices of a package's table."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.fake_driver import (
         (129, 1024, "nearest", "k1024"),
         (128, 1024, "fallback", "any1024_16"),
         (1, 1024, "fallback", "any1024_16"),
-        (2048, 1024, "nearest", "k1024"),  # as far from 4096: the smaller one
+        (2048, 1024, "nearest", "k1024"),  # 4096 is as far: the smaller one wins
         (16383, 1024, "nearest", "k4096"),
         (20000, 1024, "nearest", "k65536"),
         (10**9, 1024, "nearest", "k65536"),

@@ -89,8 +89,14 @@ def compiled(package: Package, x: Any, w: Any, eps: float) -> Any:
 
 
 NORMS = (
-    *(plain, with_residual, with_offset, without_weight, per_head, into_main_grad),
-    *(watched, compiled),
+    plain,
+    with_residual,
+    with_offset,
+    without_weight,
+    per_head,
+    into_main_grad,
+    watched,
+    compiled,
 )
 
 
@@ -99,7 +105,8 @@ NORMS = (
 def test_no_kernel_is_asked_for_gradients(
     norm: Any, mode: Any, asked: list[str], tmp_path: Path
 ) -> None:
-    """Of the least eps that they serve there is, which shows that the questions would be seen."""
+    """Kernels are asked at the least eps that they serve, which shows that the questions would be
+    seen."""
     package = write_package(tmp_path)
 
     def gradients(eps: float) -> Any:

@@ -1,4 +1,4 @@
-"""What the runtime asks PyTorch by private names, where a PyTorch lacks them."""
+"""Questions that the runtime asks PyTorch by private names, where a PyTorch lacks them."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ print("done")
 def test_who_watches_operators_is_found_out_by_the_operators(
     tmp_path: Path, owner: str, name: str
 ) -> None:
-    """Or refused by PyTorch, but never passed over in silence."""
+    """PyTorch may refuse them instead, but nobody is passed over in silence."""
     script = SCRIPT.format(root=REPOSITORY, folder=tmp_path, owner=owner, name=name)
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=200

@@ -1,4 +1,5 @@
-"""What compilers keep on disk of a norm: the operators, and what is traced around them.
+"""The operators, and what is traced around them, which compilers keep on disk of a norm. An old
+graph calls today's operators, so nothing of this may change under one VERSION.
 
 An old graph calls today's operators, so nothing of this may change under one VERSION.
 """

@@ -103,7 +103,7 @@ def noisy(name: str) -> Any:
 def test_larger_errors_are_noticed(
     dtype: str, wide_weight: bool, options: tuple[float, str], N: int
 ) -> None:
-    """Else the bound above would hold for anything."""
+    """The bound above would otherwise hold for anything."""
     case = Case(100, N, dtype, wide_weight, True, *options, seed=1)
     check(case, reference_backward, **STRICT)
     for name in RESULTS if case.residual else RESULTS[:2]:

@@ -181,8 +181,11 @@ def test_function_around_the_backward_under_torch_func(package: Package) -> None
 
 
 NAMES = (
-    *("rms_norm", "rms_norm with residual", "operator"),
-    *("layer_norm", "layer_norm with residual"),
+    "rms_norm",
+    "rms_norm with residual",
+    "operator",
+    "layer_norm",
+    "layer_norm with residual",
 )
 
 
@@ -215,7 +218,7 @@ def batched_by_vmap(total: torch.Tensor, leaves: Any, vectors: torch.Tensor) -> 
 @pytest.mark.parametrize("batched", [batched_by_autograd, batched_by_vmap])
 @pytest.mark.parametrize("which", NAMES)
 def test_backwards_are_batched(tmp_path: Path, which: str, batched: Any) -> None:
-    """Of nodes that were made before, out of anybody's sight."""
+    """The nodes were made before, out of anybody's sight."""
     norm = own_norms(tmp_path)[which]
     leaves = [t.clone().requires_grad_() for t in (X, TANGENT, WEIGHT, WEIGHT)]
     found = norm(*leaves)

@@ -1,5 +1,5 @@
-"""After a warmup no call loads a kernel or takes device memory. On tensors of the CPU that say they
-are on a GPU, before a driver that counts."""
+"""No call after a warmup loads a kernel or takes device memory. Tensors of the CPU say that they
+are on a GPU, and the driver counts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ KERNELS = (
         NARROW, name="256 columns", N=256, partial_columns=256, partial_stride=256, residual="bf16"
     ),
 )
-"""Of the backward. Rows of 256 columns have no kernel without a residual."""
+"""Kernels of the backward. Rows of 256 columns have no kernel without a residual."""
 
 
 class Device(FakeDriver):
@@ -207,7 +207,7 @@ def test_after_a_warmup_a_call_loads_nothing_and_takes_no_memory(
 def test_calls_that_were_not_warmed_up_pay(
     package: Package, device: Device, call_options: dict[str, Any]
 ) -> None:
-    """Else the test above would hold for anything."""
+    """The test above would otherwise hold for anything."""
     step(package, 4096, 1024, **call_options)
     assert len(device.loaded) == 2
     assert len(device.taken) >= 1

@@ -106,7 +106,7 @@ def test_compiled_norms_take_jagged_tensors(
 def test_gradient_that_nobody_computed_leaves_the_weight_without_one(
     layer_package: LayerNormPackage,
 ) -> None:
-    """As of RMSNorm in test_native_node.py."""
+    """RMSNorm's test is in test_native_node.py."""
     norm = layer_package.LayerNorm(16)
     Swallowed.apply(norm(randn(4, 16))).sum().backward()
     assert norm.weight.grad is None

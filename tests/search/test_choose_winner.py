@@ -1,4 +1,4 @@
-"""What a launch counts: where the host takes longer for a call than the GPU, and where not."""
+"""A launch counts where the host takes longer for a call than the GPU, and not elsewhere."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_of_an_unknown_time_only_ratios_count() -> None:
 def test_winner_is_as_fast_as_the_best_or_saves_what_makes_up_for_it(
     us: float, entries: list[tuple[int, float]], place: int | None
 ) -> None:
-    """And nobody who would do so with fewer launches has been passed over."""
+    """Nobody who would do so with fewer launches has been passed over."""
     times = [(DRAWN[number][index], us + slower) for index, (number, slower) in enumerate(entries)]
     incumbent = times[place][0] if place is not None and place < len(times) else None
     winner, choice = chosen(times, incumbent)
@@ -181,7 +181,7 @@ def tried(configs: Sequence[Config], us: float) -> list[Record]:
 
 
 def rounds(configs: Sequence[Config], us: float, size: int) -> list[list[dict[str, int | str]]]:
-    """Who is called up where nobody passes and all may be of one family."""
+    """Return who is called up where nobody passes and all may be of one family."""
     evaluator = FakeEvaluator(final=lambda variant: Result("crashed", note="planted"))
     with patch.object(finals, "FAMILIES", 1):
         hold_finals(LEGAL, FakePool(), evaluator, tried(configs, us), None, size)
@@ -204,7 +204,7 @@ def test_the_best_of_one_launch_have_places_in_the_finals_of_a_short_operation(
     assert [config for config in everyone if config in chosen] == chosen
     assert [config for config in everyone if config not in chosen] == others
     assert all(config in first for config in (chosen + others)[:size])
-    # Where the operation takes long, only the times count.
+    # Only the times count where the operation takes long.
     assert rounds(configs, HOST_US, size) == [
         configs[start : start + size] for start in range(0, len(configs), size)
     ]
@@ -242,7 +242,8 @@ GPUS = [pytest.param("h200", marks=pytest.mark.slow), "h100", "gb200"]
 
 @pytest.mark.parametrize("gpu", GPUS)
 def test_committed_winners_stay_when_their_finals_are_asked_again(gpu: str) -> None:
-    """Also those that today's rules would not choose among the same times: they are incumbents."""
+    """They stay, as incumbents, also where today's rules would choose others among the same
+    times."""
     for study in read_studies(GENERATED / gpu):
         if study.winner is None:
             continue
@@ -259,15 +260,15 @@ def test_committed_winners_stay_when_their_finals_are_asked_again(gpu: str) -> N
 BEFORE = 0.01
 """TIE of the older studies, and that of their incumbents."""
 UNDER_BEFORE = {"h100": 26, "h200": 37}
-"""How many winners that were no incumbents are not what TIE of today chooses."""
+"""The number of winners that were no incumbents and are not what TIE of today chooses."""
 
 
 @pytest.mark.parametrize("gpu", GPUS[:2])
 def test_committed_winners_are_what_the_rule_of_their_time_chose(
     monkeypatch: pytest.MonkeyPatch, gpu: str
 ) -> None:
-    """With the incumbent of that time, which the reason tells: the winner itself, or none that won.
-    Where today's rule passes over a faster finalist, the reason as it is printed names it."""
+    """The incumbent of that time, which the reason tells, is the winner itself, or one that did not
+    win. Where today's rule passes over a faster finalist, the reason as it is printed names it."""
     older = 0
     for study in read_studies(GENERATED / gpu):
         winner, rank = study.winner, None

@@ -1,4 +1,4 @@
-"""What is learned from other shapes: which configs are fast, and which studies count."""
+"""Learning from other shapes: which configs are fast, and which studies count."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_the_window_is_among_what_is_learned_from(experience: Experience) -> Non
 
 
 def test_what_is_expected_is_relative_to_the_best_of_a_shape(experience: Experience) -> None:
-    """In whatever unit its times are; and trials that may not win count for nothing."""
+    """The unit of its times does not matter, and trials that may not win count for nothing."""
     slower = [(p, [(c, 3 * t) for c, t in own]) for p, own in map(trials, OTHERS)]
     more = [(p, [*own, (own[0][0], inf)]) for p, own in slower]
     configs = drawn(LEGAL, 20, seed=2)
@@ -151,7 +151,7 @@ def test_a_sampler_with_experience_begins_with_what_it_expects(experience: Exper
 def test_with_experience_the_surrogate_is_told_the_window(
     experience: Experience, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of what was tried, of what is under way and of the candidates."""
+    """It is the window of what was tried, of what is under way and of the candidates."""
     told: list[tuple[float, ...]] = []
 
     def watched(tried: Any, times: Any, pending: Any, candidates: Any, expected: Any) -> int:

@@ -1,4 +1,4 @@
-"""Who takes part in the finals of a search on a made-up cost, and who wins."""
+"""The finalists of a search on a made-up cost, and its winner."""
 
 from __future__ import annotations
 
@@ -328,7 +328,7 @@ def test_an_illegal_incumbent_is_a_start_and_no_finalist(storage: BaseStorage) -
 
 
 def test_the_newest_winner_is_the_incumbent(storage: BaseStorage) -> None:
-    """Whichever of the studies was stored first."""
+    """The order in which the studies were stored does not matter."""
     old, new = sorted(DETERMINISTIC, key=ratio_of)[-2:]
     for config, month in ((new, "02"), (old, "01")):
         winner = make_winner(config, date=f"2026-{month}-01T00:00:00+00:00")
@@ -346,7 +346,7 @@ def record(config: Config, ratio: float, identity: str = "", outcome: str = "ok"
 
 
 def held(records: list[Record], pool: FakePool | None = None) -> list[Config]:
-    """Who takes part in the finals of these records."""
+    """Return who takes part in the finals of these records."""
     evaluator = FakeEvaluator()
     hold_finals(LEGAL, pool or FakePool(), evaluator, records, None, 6)
     return list(evaluator.finalists[0])
@@ -404,7 +404,7 @@ def test_three_families_are_in_the_finals_where_there_are_so_many(others: int) -
 
 
 def test_another_family_takes_no_place_from_the_best_of_one_launch() -> None:
-    """In a short operation, where such a kernel may win though it is slower."""
+    """The operation is short, where such a kernel may win though it is slower."""
     separate = [config for config in of_families(30) if launches(config) == 2]
     one, second, third = separate[:3]
     ranked = sorted(variations(one, 20), key=lambda config: launches(config) == 1)

@@ -1,4 +1,4 @@
-"""What is carried over from the winners of neighbouring shapes, and when it is tried."""
+"""The winners of neighbouring shapes that are carried over, and when they are tried."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def save(storage: BaseStorage, winners: Sequence[Winner]) -> None:
 def test_neighbours_that_are_finished_meanwhile_are_tried_before_the_finals(
     storage: BaseStorage,
 ) -> None:
-    """Beside the shapes of this search, others of the same run are searched. What wins there is
-    tried here within the budget, and may win."""
+    """This run searches other shapes, too. Their winners are tried here
+    within the budget, and may win."""
     early, late = at(["8192x1024:bf16"]), at(["2048x1024:bf16"], 20)
     save(storage, early)
 

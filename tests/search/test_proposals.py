@@ -1,4 +1,4 @@
-"""What a search tries, on a made-up cost: seeds, phases, shares, warm starts, sweeps."""
+"""The trials of a search on a made-up cost: seeds, phases, shares, warm starts, sweeps."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from tests.support.synthetic import (
 
 @pytest.mark.slow
 def test_it_finds_better_than_random_search(tmp_path: Path) -> None:
-    """With most seeds; with one of these, it looks at one strategy too long. What is drawn may not
+    """Most seeds do; with one of these, it looks at one strategy too long. A drawn config may not
     win, either, if it is not deterministic."""
     gains = []
     for seed in range(3):
@@ -191,7 +191,7 @@ def test_starts_are_one_of_each_family_from_every_side(storage: BaseStorage) -> 
     winners = [at("65536x1024:bf16", farther, "h100"), at("4096x1024:bf16", there, "h100")]
     winners += [at(f"{2 ** (14 + place)}x1024:bf16", config) for place, config in enumerate(here)]
     winners += [at("4096x1024:fp32", wider), at("8192x1024:bf16", near)]
-    winners += [at("2048x1024:bf16", first, "h100")]  # of a family that there is already
+    winners += [at("2048x1024:bf16", first, "h100")]  # its family is there already
     expected = [near, wider, there, here[1], here[2], farther, *here[3 : FAMILIES - 3]]
     assert one_of_each_family(LEGAL, winners, random.Random(0)) == expected
     search(storage, trials=20, known_winners=winners)

@@ -189,7 +189,7 @@ def test_a_winner_whose_machine_code_is_another_one_does_not_answer(storage: Bas
     """Its trials may all be up to date: it was an incumbent, made by other code."""
     search(storage, trials=8)
     stale = make_winner(DETERMINISTIC[0], trials=8, cubin="0" * 16)
-    for trials in (8, 7):  # whether or not its finals had all the trials of its budget
+    for trials in (8, 7):  # its finals may have had fewer trials than its budget
         StudyLog(storage, NAME).save_finals(replace(stale, trials=trials), [], 8, {})
         evaluator = FakeEvaluator()
         winner = won(search(storage, evaluator, trials=8))

@@ -48,7 +48,7 @@ def test_seconds_end_a_search(storage: BaseStorage) -> None:
     assert 1 <= winner.trials <= 40, "a trial takes 20 ms, and longer on a busy machine"
     assert time.monotonic() - started < patience(5)
     again = FakeEvaluator()
-    # What counts ends with the last trial: the first run may have ended on its way to another.
+    # Counted time ends with the last trial: the first run may have ended on its way to another.
     assert search(storage, again, budget=Budget(500, seconds=0.4)) == winner
     assert again.evaluated == [], "the seconds of the first run count"
 

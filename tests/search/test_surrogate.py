@@ -97,7 +97,7 @@ def test_a_trial_without_a_time_counts_against_its_like() -> None:
 
 
 def test_what_is_on_its_way_counts_against_its_like() -> None:
-    """Of two that promise the same, the one is proposed that is unlike what is under way."""
+    """Two promise the same, and the one is proposed that is unlike what is under way."""
     tried = [(a, b) for a in (0, 1, 4, 5) for b in range(4)]
     found = [1.0 if a in (1, 4) else 1.4 for a, _ in tried]
     for near, other in ((1, 4), (4, 1)):

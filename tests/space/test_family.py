@@ -1,4 +1,4 @@
-"""Which configs are variations of one kernel."""
+"""Families of configs: variations of one kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a space fixes for a width, so that the bits of its kernels do not depend on the batch."""
+"""A space fixes knobs for a width, so that the bits of its kernels do not depend on the batch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FIXED = {
     **{"cluster": 1, "threads_per_row": 256, "vector_bytes": 16},
     **{"rows_per_cta": 2, "run_rows": 32, "group_rows": 128},
 }
-"""Of 4096 columns of bf16."""
+"""The knobs that are fixed for 4096 columns of bf16."""
 ENTRY = {"N": [4096], "dtype": ["bf16"], "knobs": {"cluster": 1}, "forward": {"cluster": 1}}
 
 
@@ -85,7 +85,7 @@ def test_what_is_fixed_wrongly_is_refused_in_a_sentence(
 
 
 def test_new_knobs_of_a_space_that_extends_another_come_first(space: Space) -> None:
-    """What the other file's rules compute may need them: shared memory depends on run_rows."""
+    """The other file's rules may need them: shared memory depends on run_rows."""
     names = [knob.name for knob in INVARIANT.knobs]
     assert names == ["run_rows", "group_rows", "leaves", *(knob.name for knob in space.knobs)]
     strategy = next(knob for knob in INVARIANT.knobs if knob.name == "strategy")

@@ -1,4 +1,4 @@
-"""What may be asked of the legal configs of a problem, beside what the sampler's tests ask."""
+"""Questions about the legal configs of a problem, beside those of the sampler's tests."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ WINDOW_KNOBS = {
         ({"cluster": 2}, 66),  # pairs, with a whole row each
         ({"cluster": 8, "spare_sms": 12, "ctas_per_sm": 3}, 120 * 3 // 8),
         ({"threads_per_row": 8, "rows_in_flight": 2}, 132 * 4 * 2),  # a warp has 4 rows abreast
-        ({"threads_per_row": 32, "stages": 6}, 132),  # what is only loaded does not count
+        ({"threads_per_row": 32, "stages": 6}, 132),  # rows that are only loaded do not count
     ],
 )
 def test_a_window_is_the_whole_rows_that_a_full_grid_works_on(

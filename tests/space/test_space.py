@@ -255,7 +255,7 @@ def test_normalize_completes_a_config_and_clears_what_means_nothing(space: Space
     assert list(config) == [knob.name for knob in space.knobs]
     assert config["slice_columns"] == 0
     assert config["order"] == "turns"
-    # What means nothing elsewhere gets its first value where it means something.
+    # A knob without a meaning elsewhere gets its first value where it means something.
     other = space.normalize({**config, "strategy": "separate"}, PROBLEM, target)
     assert other["slice_columns"] == 32
 

@@ -79,7 +79,7 @@ def test_a_name_that_was_taken_makes_no_study(journal: Path) -> None:
 
 @pytest.mark.parametrize("change", ["trial", "deleted"])
 def test_records_that_need_the_whole_journal_get_it(journal: Path, change: str) -> None:
-    """Of another program: a trial is named by its number among all."""
+    """Another program wrote them: a trial is named by its number among all."""
     storage = open_storage(journal)
     if change == "trial":
         running = optuna.load_study(study_name="two", storage=storage).ask()

@@ -1,4 +1,4 @@
-"""Where studies are kept: torn, corrupt, packed and locked journals, full disks, databases."""
+"""The storage of studies: torn, corrupt, packed and locked journals, full disks, databases."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.synthetic import (
 )
 
 OPTUNAS_GRACE_SECONDS = 30
-"""How long its own locks wait for one that is left behind."""
+"""Seconds that Optuna's own locks wait for one that is left behind."""
 
 
 def test_a_database_url_is_passed_through(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_a_full_disk_ends_the_search_with_a_sentence(
 def test_every_distribution_is_parsed_once_if_optuna_lets_it(
     storage: BaseStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And readers of the same journal see the same, whether it does or not."""
+    """Readers of the same journal see the same, whether it does or not."""
     journal = tmp_path / JOURNAL_NAME
     search(storage, trials=6)
     parsed: list[str] = []

@@ -88,11 +88,11 @@ class Server:
         self._run("pg_ctl", "start", "-w", "-o", options)
 
     def stop(self) -> None:
-        """At once, as a crash would."""
+        """Stop at once, as a crash would."""
         self._run("pg_ctl", "stop", "-m", "immediate")
 
     def url(self) -> str:
-        """Of a new, empty database."""
+        """Create a new, empty database and return its URL."""
         self._count += 1
         base = f"postgresql+psycopg://tuner@127.0.0.1:{self.port}"
         engine = sql.create_engine(f"{base}/postgres", isolation_level="AUTOCOMMIT")
@@ -233,7 +233,7 @@ def test_run_that_joins_continues_the_problem_of_a_dead_one(url: str, tmp_path: 
 
 
 def stop_heart(queue: SharedQueue) -> None:
-    """What kill -9 does to a queue: no heartbeat any more, and nothing given back."""
+    """Do what kill -9 does to a queue: no heartbeat any more, and nothing given back."""
     queue._closed.set()
     queue._heart.join()
 
@@ -444,7 +444,8 @@ def plan_budget(trials: int) -> Any:
 
 
 def test_trial_whose_commit_was_not_confirmed_is_not_stored_twice(url: str) -> None:
-    """Whatever its number in the memory of a search: the study has trials of old code as well."""
+    """Its number in the memory of a search does not matter: the study has trials of old code as
+    well."""
     log = StudyLog(SharedStorage(url), "study")
     trials = [optuna.create_trial(values=[float(n)]) for n in range(3)]
     for number, trial in enumerate(trials):
@@ -548,7 +549,7 @@ def test_two_command_lines_share_a_run_and_write_the_same_module(url: str, tmp_p
 
 
 def test_studies_of_before_are_continued_in_the_database(url: str) -> None:
-    """Of two spaces, of which today's has other values of knobs."""
+    """There are two spaces, of which today's has other values of knobs."""
     storage = open_storage(url)
     known = old_study(storage, "aaaa", space_of_before(), 20, seed=1)
     known += old_study(storage, "bbbb", SPACE, 15, seed=2)

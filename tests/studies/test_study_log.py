@@ -1,4 +1,4 @@
-"""What a study says about its finals and its trials, also after a kill in the middle."""
+"""A study's finals and trials, also after a kill in the middle."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WINNER = make_winner(DETERMINISTIC[0])
 def test_a_kill_while_finals_are_kept_leaves_them_to_be_held_again(
     storage: BaseStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whichever part was written last, the finals do not count as over."""
+    """The finals do not count as over, whichever part was written last."""
     log = StudyLog(storage, NAME)
     original = optuna.Study.set_user_attr
     left = 0
@@ -75,7 +75,7 @@ def test_trials_out_of_date_are_not_read(storage: BaseStorage, tmp_path: Path) -
 def test_a_study_of_an_unknown_operation_hides_no_other(
     storage: BaseStorage, tmp_path: Path
 ) -> None:
-    """As a later version of this program writes it."""
+    """A later version of this program writes such a study."""
     winner = won(search(storage, trials=6))
     foreign = optuna.create_study(storage=storage, study_name=f"softmax_backward:{NAME}")
     shape = f"softmax_backward:{winner.problem}"

@@ -1,1 +1,1 @@
-"""What several tests share. No test imports a test."""
+"""The helpers that several tests share. No test imports a test."""

@@ -79,7 +79,7 @@ def cases(most_rows: int = 300, most_columns: int = 1500) -> st.SearchStrategy[C
 
 
 def exact(t: dict[str, Any], offset: float) -> list[torch.Tensor]:
-    """dx and dw in float64, of the rstd that was given."""
+    """Return dx and dw in float64, of the rstd that was given."""
     dy, x, rstd = (t[name].double() for name in ("dy", "x", "rstd"))
     xhat = x * rstd
     scale = offset + (1.0 if t["weight"] is None else t["weight"].double())
@@ -91,8 +91,9 @@ def exact(t: dict[str, Any], offset: float) -> list[torch.Tensor]:
 
 
 def composite(t: dict[str, Any], offset: float, fused: bool) -> list[torch.Tensor]:
-    """dx, dw and dx in the residual's dtype, by PyTorch's own norm in fp32, before they are rounded
-    to their dtypes; without `fused` dx is rounded once more, before the residual is added."""
+    """Return dx, dw and dx in the residual's dtype, by PyTorch's own norm in fp32, before they are
+    rounded to their dtypes; without `fused` dx is rounded once more, before the residual is
+    added."""
     x, weight = t["x"].float().requires_grad_(), t["weight"]
     N = x.shape[-1]
     leaf = torch.ones(N, device=x.device) if weight is None else weight.float()
@@ -105,9 +106,9 @@ def composite(t: dict[str, Any], offset: float, fused: bool) -> list[torch.Tenso
 
 
 def scales(t: dict[str, Any], offset: float) -> list[torch.Tensor]:
-    """What the errors of dx, dw and dx in the residual's dtype are relative to: for every row the
-    root mean square of dy * rstd * weight and of the residual's gradient (with few columns dx is
-    the small rest of a difference); for every column the root of the sum of (dy * xhat)^2."""
+    """Return what the errors of dx, dw and dx in the residual's dtype are relative to: for every
+    row the root mean square of dy * rstd * weight and of the residual's gradient (with few columns
+    dx is the small rest of a difference); for every column the root of the sum of (dy * xhat)^2."""
     dy, x, rstd = (t[name].double() for name in ("dy", "x", "rstd"))
     weight = offset + (1.0 if t["weight"] is None else t["weight"].double())
     terms = (dy * rstd * weight).square().mean(-1, keepdim=True)
@@ -118,7 +119,8 @@ def scales(t: dict[str, Any], offset: float) -> list[torch.Tensor]:
 
 @dataclass
 class Errors:
-    """Of one result: of the backward, of PyTorch, and of the exact one when it is rounded."""
+    """The errors of one result: of the backward, of PyTorch, and of the exact one when it is
+    rounded."""
 
     mine: float
     pytorch: float

@@ -1,4 +1,4 @@
-"""What the tests of the entry points share: a package, PyTorch's operators on the CPU, a model."""
+"""The helpers of the entry points' tests: a package, PyTorch's operators on the CPU, a model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def write_package(folder: Path) -> Package:
 
 
 def write_layer_norm_package(folder: Path) -> LayerNormPackage:
-    """The same of LayerNorm."""
+    """Write a package of LayerNorm without kernels."""
     return LayerNormPackage(_write_table(folder))
 
 
@@ -99,7 +99,7 @@ def randn(
 
 
 def leaf(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    """The same on the CPU, of which a gradient is wanted."""
+    """Return random numbers on the CPU, of which a gradient is wanted."""
     return randn(*shape, dtype=dtype, seed=seed).requires_grad_()
 
 
@@ -273,7 +273,7 @@ def uninstall_while_it_waits(one: Any, another: Any, work: Callable[[], None]) -
     for _ in range(UNINSTALLS):
         one.install()
         thread = threading.Thread(target=work)
-        sys.setswitchinterval(100)  # who runs goes on until it waits
+        sys.setswitchinterval(100)  # a running thread goes on until it waits
         try:
             thread.start()
             until = time.monotonic() + 0.02
@@ -281,7 +281,7 @@ def uninstall_while_it_waits(one: Any, another: Any, work: Callable[[], None]) -
                 pass
         finally:
             one.uninstall()
-            another.install()  # in the memory that the former kernel would leave
+            another.install()  # it takes the memory that the former kernel would leave
             sys.setswitchinterval(interval)
         thread.join()
         another.uninstall()

@@ -89,7 +89,7 @@ class LoggingEvaluator(FakeEvaluator):
 
 
 class FakeDevice:
-    """What `generator.tuner.device_process.Gpu` is, without one."""
+    """Stands in for `generator.tuner.device_process.Gpu`."""
 
     facts: Mapping[str, Any] = FACTS
 
@@ -107,7 +107,7 @@ class FakeDevice:
 
 
 def lines(folder: Path) -> list[list[str]]:
-    """What all processes have logged."""
+    """Return what all processes have logged."""
     return [line.split() for path in folder.glob("*.log") for line in path.open()]
 
 
@@ -117,7 +117,7 @@ def make_plan(out: Path, trials: int, **options: Any) -> Plan:
 
 
 def search_plan(plan: Plan, lease_seconds: float, delay: float) -> None:
-    """One of several runs of the same plan; leaves its winners in a file of its process."""
+    """Search a plan in one of several runs of it. Leaves its winners in a file of its process."""
     assert plan.storage is not None
     storage, queue = open_storage(plan.storage), open_queue(plan.storage, lease_seconds)
     watcher = Quiet()

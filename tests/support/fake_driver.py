@@ -72,7 +72,7 @@ LAYER_NORM = {"operation": "layernorm_backward", "partial_columns": 2048, "parti
 
 
 class SumArguments(NamedTuple):
-    """Those of a second kernel."""
+    """The arguments of a second kernel."""
 
     scratch: int
     sums: int
@@ -83,7 +83,7 @@ class SumArguments(NamedTuple):
 
 
 class ForwardArguments(NamedTuple):
-    """Those of a forward."""
+    """The arguments of a forward."""
 
     x: int
     residual: int
@@ -109,10 +109,17 @@ def argument_names(signature: Signature) -> tuple[str, ...]:
     structure in the kernel's source."""
     return (
         *(tensor.name for tensor in signature.leading),
-        *("counters", "zeroed", "scratch", "rows"),
+        "counters",
+        "zeroed",
+        "scratch",
+        "rows",
         *(f"{tensor.name}_stride" for tensor in signature.strided),
         *(f"{tensor.name}_gap" for tensor in signature.early),
-        *("gaps", "columns", "group", "dw_mode", "weight_offset"),
+        "gaps",
+        "columns",
+        "group",
+        "dw_mode",
+        "weight_offset",
         *(tensor.name for tensor in (*signature.behind, *signature.numbers)),
     )
 
@@ -251,7 +258,7 @@ class FakeDriver:
 
 
 def read_arguments(function: str, parameters: int) -> Any:
-    """What the driver would copy, given the kernels' parameters, as a tuple with names: one
+    """Return what the driver would copy, given the kernels' parameters, as a tuple with names: one
     structure of the main kernel (tensors, workspace, extent), six of the second one."""
     if function != SUM_KERNEL:
         form, made = _FORWARD, ForwardArguments
@@ -277,7 +284,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, fake: FakeDriver) -> None:
 
 
 class FakeDevice:
-    """What PyTorch says about the device, in attributes. CPU tensors are as good as its own.
+    """Stands in for the device about which PyTorch is asked. CPU tensors are as good as its own.
 
     stream: the raw handle of the current stream; a thread that sets `local.stream` has its own.
     """
@@ -331,7 +338,7 @@ TABLE = Table(
 def tensors(
     M: int = 6, N: int = 1024, dtype: torch.dtype = torch.bfloat16, weight: Any = None
 ) -> tuple[torch.Tensor, ...]:
-    """dy, x, rstd, weight with a true rstd."""
+    """Return dy, x, rstd, weight with a true rstd."""
     generator = torch.Generator().manual_seed(M * N)
     x = torch.randn(M, N, generator=generator).to(dtype)
     dy = torch.randn(M, N, generator=generator).to(dtype)
@@ -353,7 +360,7 @@ class Calls:
         self._made: dict[Any, KernelCall] = {}
 
     def take(self, spec: KernelSpec) -> None:
-        """From now on with this kernel."""
+        """Use this kernel from now on."""
         spec = replace(spec, **LAYER_NORM) if self.centred else spec  # type: ignore[arg-type]
         self.kernel = LoadedKernel(b"cubin", spec)
 
@@ -364,7 +371,7 @@ class Calls:
         return given | ({"mean": torch.zeros(M, 1)} if self.centred else {})
 
     def dw(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Zeros of the shape of dw."""
+        """Return zeros of the shape of dw."""
         return torch.zeros((2, 1024) if self.centred else (1024,), dtype=dtype)
 
     def serve(self, call: KernelCall, given: Arguments) -> Any:

@@ -39,7 +39,7 @@ GPU_FAULTS = (
     "sticky",  # an illegal access: the context is lost
     "hang",
     "refused",
-    "memory",  # none left for it the first time
+    "memory",  # there is none left the first time
 )
 OUTCOME = {
     "compile_error": "compile_error",
@@ -52,7 +52,8 @@ OUTCOME = {
     "hang": "timeout",
     "refused": "launch_error",
 }
-"""What has to be recorded for a planted fault; the others are found in the finals, or pass."""
+"""The outcome that has to be recorded for a planted fault; the others are found in the finals, or
+pass."""
 
 
 def key(config: Config) -> str:
@@ -88,7 +89,7 @@ class Log:
 
 
 def born(pid: int) -> str | None:
-    """When a process started, in ticks; None when it is gone."""
+    """Return the time when a process started, in ticks; None when it is gone."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -118,7 +119,7 @@ class Landscape:
 
 @dataclass(frozen=True)
 class ForwardLandscape:
-    """The same for forwards, by the variant's id. residual: faults of calls with a residual."""
+    """The landscape of forwards, by the variant's id. residual: faults of calls with a residual."""
 
     ratios: dict[str, float] = field(default_factory=dict)
     faults: dict[str, str] = field(default_factory=dict)
@@ -170,8 +171,8 @@ class CrashingCompiler:
 
 @dataclass(frozen=True)
 class Weather:
-    """What disturbs the times: jitter, of every time; drift of all times, slow; storms: blocks in
-    which a neighbour makes them half as long again, by their probability."""
+    """The disturbances of times. jitter: of every time; drift: of all times, slow; storms:
+    probability of a block in which a neighbour makes them half as long again."""
 
     jitter: float = 0.003
     drift: float = 0.02
@@ -210,8 +211,8 @@ class FakeGpu:
 
     @property
     def trouble(self) -> str:
-        """What is wrong with the whole GPU right now: it kills every process ("die"), is not there
-        ("absent"), starts and then does not work ("no answer"), or refuses with a reason."""
+        """Return what is wrong with the whole GPU right now: it kills every process ("die"), is not
+        there ("absent"), starts and then does not work ("no answer"), or refuses with a reason."""
         broken = self.log.path and self.log.path.with_name("broken")
         return broken.read_text() if broken and broken.exists() else ""
 

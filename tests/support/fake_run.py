@@ -84,7 +84,8 @@ class Run:
 
     @property
     def said(self) -> str:
-        """What the last driver that came to an end said: the id of the winner, or a sentence."""
+        """Return what the last driver that came to an end said: the id of the winner, or a
+        sentence."""
         path = self.folder / "said"
         return path.read_text() if path.exists() else ""
 
@@ -114,7 +115,7 @@ def nap(seconds: float) -> None:
 
 
 def drive(run: Run) -> None:
-    """What tune.py does with one problem."""
+    """Search one problem as tune.py does."""
     # The server that forks this process has its signal mask from whoever needed it first, which may
     # have been a shielded start of a worker. A shell gives tune.py an open one.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

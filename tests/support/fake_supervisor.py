@@ -17,7 +17,7 @@ def _refuse(job: Job) -> Answer:
 
 
 class FakeSupervisor:
-    """In place of `Supervisor`. `handle` answers the jobs, which are kept in `jobs`."""
+    """Stands in for `Supervisor`. `handle` answers the jobs, which are kept in `jobs`."""
 
     def __init__(
         self,

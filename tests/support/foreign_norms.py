@@ -47,14 +47,14 @@ class CentredRMSNorm(PlainRMSNorm):
 
 
 class HiddenEpsRMSNorm(PlainRMSNorm):
-    """Another eps than the one under the usual name."""
+    """A norm with another eps than the one under the usual name."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 3e-4)
 
 
 class ColumnRMSNorm(PlainRMSNorm):
-    """Over the second dimension, which is the last one of a matrix."""
+    """An RMSNorm over the second dimension, which is the last one of a matrix."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rstd = torch.rsqrt(x.square().mean(1, keepdim=True) + self.variance_epsilon)
@@ -62,7 +62,7 @@ class ColumnRMSNorm(PlainRMSNorm):
 
 
 class MatrixRMSNorm(PlainRMSNorm):
-    """Over all dimensions but the first."""
+    """An RMSNorm over all dimensions but the first."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         over = tuple(range(1, x.dim()))
@@ -115,7 +115,7 @@ class NarrowRMSNorm(PlainRMSNorm):
 
 
 class PickyRMSNorm(PlainRMSNorm):
-    """Refuses what is not three-dimensional."""
+    """A norm that refuses what is not three-dimensional."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.dim() != 3:

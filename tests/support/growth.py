@@ -13,7 +13,8 @@ from tests.support.searches import NAME, records, search
 from tests.support.synthetic import SPACE
 
 ADDED = {("strategy", "separate"), ("arrival", "early"), ("stages", 4)}
-"""What the space of today has and that of before has not, which has no knob `arrival` at all."""
+"""Values that the space of today has and that of before has not, which has no knob `arrival` at
+all."""
 
 
 def space_of_before() -> Space:

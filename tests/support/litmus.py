@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 Outcome = Mapping[str, int]
-"""What every read has seen, by its label."""
+"""The value that every read has seen, by its label."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Event:
 class Thread:
     events: tuple[Event, ...]
     cta: str
-    cluster: str = ""  # where it is none, the CTA is one of its own
+    cluster: str = ""  # "": the CTA is a cluster of its own
     launch: int = 0  # on one stream: a launch begins after the end of the one before
 
 
@@ -81,6 +81,7 @@ class Program:
         return self.edit(label, lambda event: (replace(event, **changes),))
 
     def in_one_launch(self) -> Program:
-        """What orders launches is gone, as for a dependent launch that does not wait."""
+        """Return the program without the order of launches, as for a dependent launch that does not
+        wait."""
         threads = (replace(t, cta=f"{t.cta}/{t.launch}", launch=0) for t in self.threads)
         return replace(self, threads=tuple(threads))

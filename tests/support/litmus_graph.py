@@ -1,4 +1,5 @@
-"""What all executions of a litmus program have in common: its events, and their orders."""
+"""The parts that all executions of a litmus program have in common: its events, and their
+orders."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ class Node:
     cta: str
     cluster: str
     launch: int
-    half: str = ""  # of a barrier, which is two nodes: its arrival and its wait
+    half: str = ""  # a barrier is two nodes: its arrival and its wait
 
     @property
     def cta_of_launch(self) -> tuple[str, int]:
@@ -39,7 +40,7 @@ class Node:
         return self.event.order != "weak"
 
     def reaches(self, other: Node) -> bool:
-        """Whether the "scope" of this one includes the thread of the other."""
+        """Return True if the "scope" of this one includes the thread of the other."""
         if self.event.scope == "cta":
             return self.cta_of_launch == other.cta_of_launch
         if self.event.scope == "cluster":
@@ -65,12 +66,12 @@ def cyclic(after: list[int]) -> bool:
 
 
 class Graph:
-    """What all executions of a program have in common."""
+    """The parts that all executions of a program have in common."""
 
     def __init__(self, program: Program) -> None:
         self.nodes: list[Node] = []
         self.program_order: Pairs = set()
-        # What holds in base causality whatever is read. For `issued`, see base_causality.
+        # This holds in base causality whatever is read. For `issued`, see base_causality.
         self.order: Pairs = set()
         self.issued: list[tuple[int, list[int]]] = []  # a node, those of the operation it starts
         threads = 0
@@ -129,7 +130,7 @@ class Graph:
 
     def _order_launches_and_barriers(self) -> None:
         seen: dict[tuple[int, str, str], int] = {}
-        times = []  # of a barrier: the how many-th use by its thread
+        times = []  # the place of each use of a barrier among those of its thread
         for node in self.nodes:
             use = (node.thread, node.event.place, node.half)
             seen[use] = seen.get(use, 0) + 1
@@ -146,7 +147,7 @@ class Graph:
 
 
 def _passed(arrival: Node, wait: Node) -> bool:
-    """Whether an arrival at a phase of an mbarrier synchronizes with a wait for it."""
+    """Return True if an arrival at a phase of an mbarrier synchronizes with a wait for it."""
     kinds = (arrival.event.kind, wait.event.kind)
     ordered = arrival.event.order in RELEASE and wait.event.order in ACQUIRE
     return (

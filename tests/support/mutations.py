@@ -1,4 +1,4 @@
-"""What the tests that plant bugs share: a mutation of a rendered kernel, and how it is run."""
+"""The helpers of tests that plant bugs: a mutation of a rendered kernel, and how it is run."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def check_planted(mutation: Mutation, target: Target) -> None:
 
 
 def untouched(planted: Mapping[str, Mutation]) -> dict[str, Mutation]:
-    """One mutation for every different source of these."""
+    """Return one mutation for every different source of these."""
     first: dict[tuple[object, ...], str] = {}
     for name, m in planted.items():
         first.setdefault((m.reduction, tuple(sorted(m.knobs.items())), m.shape, m.residency), name)

@@ -70,7 +70,7 @@ class Machine(FakeDriver):
         self.errors: set[str] = set()
         self.refuse_native = 0  # launches
         self.full = self.idle = False  # no memory is left; native kernels do nothing
-        self.square_rstd = False  # in fp32, as the kernels do, which may be too large
+        self.square_rstd = False  # the kernels do it in fp32, which may overflow
         self.allocated: dict[int, tuple[int, int]] = {}
         self.between: Callable[[], None] = lambda: None
         self.local = threading.local()
@@ -154,7 +154,7 @@ class Machine(FakeDriver):
 
 
 def attributes_of(config: int) -> set[int]:
-    """Which attributes a CUlaunchConfig has."""
+    """Return the attributes that a CUlaunchConfig has."""
     first, count = (ctypes.c_uint64.from_address(config + at).value for at in (40, 48))
     kinds = range(first, first + 72 * (count & 0xFFFFFFFF), 72)
     return {ctypes.c_int.from_address(at).value for at in kinds}
@@ -170,8 +170,8 @@ _started = threading.local()
 
 
 def compute(name: str, parameters: int) -> None:
-    """What a kernel does, in bf16. The main one of a backward computes both, and the second one,
-    which has to follow it, puts dw in place again."""
+    """Compute what a kernel does, in bf16. The main one of a backward computes both, and the second
+    one, which has to follow it, puts dw in place again."""
     given = read_arguments(name, parameters)
     if name in FORWARD_KERNELS:
         compute_forward(given)
@@ -220,7 +220,7 @@ def rows(M: int = 6, N: int = 1024, seed: int = 0) -> torch.Tensor:
 
 
 def inputs(M: int = 6, **change: Any) -> dict[str, Any]:
-    """dy, x, rstd and weight."""
+    """Return dy, x, rstd and weight."""
     x = rows(M)
     rstd = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
     given = {"dy": rows(M, seed=1), "x": x, "rstd": rstd, "weight": rows(1, seed=2)[0]}
@@ -232,13 +232,13 @@ def by_backward(package: Package, dy: Any, x: Any, rstd: Any, weight: Any) -> An
 
 
 def by_autograd(package: Package, dy: Any, x: Any, rstd: Any, weight: Any) -> Any:
-    """rstd is computed by the forward."""
+    """Compute the gradients by autograd; rstd is computed by the forward."""
     x, weight = (t if t.requires_grad else t.detach().requires_grad_() for t in (x, weight))
     return torch.autograd.grad(package.rms_norm(x, weight, 1e-6), (x, weight), dy)
 
 
 def by_operator(package: Package, dy: Any, x: Any, rstd: Any, weight: Any) -> Any:
-    """As compiled code calls it."""
+    """Call the operator as compiled code does."""
     call = (dy, x, rstd, weight, None, None, 0.0, True, True)
     dx, dw, none = package.ops.rms_norm_backward(*call, package.name)
     assert none.shape == (0,) and none.dtype == x.dtype
@@ -250,13 +250,13 @@ entry_points = pytest.mark.parametrize("entry_point", [by_backward, by_autograd,
 
 
 def learned(package: Package, entry_point: EntryPoint = by_autograd, M: int = 6) -> None:
-    """Calls enough that the next one like them is native."""
+    """Make calls enough that the next one like them is native."""
     for _ in range(4):
         entry_point(package, **inputs(M))
 
 
 def who_served(machine: Machine, call: Callable[[], Any]) -> tuple[int, int, Any]:
-    """How many kernels C++ and Python launched for a call, and its results."""
+    """Return how many kernels C++ and Python launched for a call, and its results."""
     before = len(machine.native), len(machine.launches)
     results = call()
     return len(machine.native) - before[0], len(machine.launches) - before[1], results
@@ -265,8 +265,9 @@ def who_served(machine: Machine, call: Callable[[], Any]) -> tuple[int, int, Any
 def check_launches(
     machine: Machine, found: list[SimpleNamespace], wanted: list[SimpleNamespace]
 ) -> None:
-    """Equal but for the tensors, which others were allocated, and the workspace: counters that were
-    zeroed, scratch that was allocated and not freed, both of one stream and of nobody in Python."""
+    """Assert that launches are equal but for the tensors, which others were allocated, and the
+    workspace: counters that were zeroed, scratch that was allocated and not freed, both of one
+    stream and of nobody in Python."""
     for one, two in zip(found, wanted, strict=True):
         for name in ("function", "grid", "block", "smem", "stream"):
             assert getattr(one, name) == getattr(two, name), name
@@ -291,7 +292,7 @@ def check_launches(
 
 
 def installed_natively() -> bool:
-    """Whether PyTorch's backward for CUDA is the kernel in C++ of some package."""
+    """Return True if PyTorch's backward for CUDA is the kernel in C++ of some package."""
     dump = torch._C._dispatch_dump_table("aten::_fused_rms_norm_backward")
     lines = [line for line in dump.splitlines() if line.startswith("CUDA: ")]
     return any("operators.h" in line for line in lines)
@@ -308,7 +309,7 @@ class Watch(TorchDispatchMode):
 
 
 def shifted(*shape: int) -> torch.Tensor:
-    """Values at an odd address."""
+    """Return the values at an odd address."""
     size = torch.Size(shape).numel()
     return torch.cat([rows(1, 1)[0], rows(1, size)[0]])[1:].view(shape)
 

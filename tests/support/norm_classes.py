@@ -7,7 +7,7 @@ from torch import nn
 
 
 class LlamaRMSNorm(nn.Module):
-    """Of Llama, Mistral, Qwen, DeepSeek: xhat is rounded before the product."""
+    """The norm of Llama, Mistral, Qwen and DeepSeek: xhat is rounded before the product."""
 
     def __init__(self, width: int = 16, eps: float = 1e-5) -> None:
         super().__init__()
@@ -46,14 +46,14 @@ class GemmaRMSNorm(LlamaRMSNorm):
 
 
 class MetaRMSNorm(GemmaRMSNorm):
-    """Of Llama 4 and of Meta's own code: the weight stands on the right."""
+    """The norm of Llama 4 and of Meta's own code: the weight stands on the right."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._norm(x.float()).type_as(x) * self.weight
 
 
 class Olmo2RMSNorm(LlamaRMSNorm):
-    """Rounded after the product."""
+    """The norm of OLMo 2: xhat is rounded after the product."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         input_dtype = hidden_states.dtype
@@ -64,7 +64,7 @@ class Olmo2RMSNorm(LlamaRMSNorm):
 
 
 class L2Norm(GemmaRMSNorm):
-    """Of Llama 4: without a weight."""
+    """The norm of Llama 4 without a weight."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._norm(x.float()).type_as(x)

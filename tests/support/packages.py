@@ -1,4 +1,5 @@
-"""What the tests of packages share: entries whose machine code nobody launches, and their files."""
+"""The helpers of the tests of packages: entries whose machine code nobody launches, and their
+files."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def unsealed(text: str) -> str:
 
 
 def digest_of(cubin: bytes) -> str:
-    """As tables have it."""
+    """Return the digest of a cubin in the form that tables have."""
     return hashlib.sha256(cubin).hexdigest()[:16]
 
 
@@ -73,7 +74,7 @@ def fallbacks() -> list[tuple[Variant, Compiled]]:
 
 
 def put(package: Path, *entries: Entry, fallback: Any = None, standalone: bool = False) -> Emission:
-    """Emit with these entries. fallback: all those of the H200 by default."""
+    """Emit a package with these entries. fallback: all those of the H200 by default."""
     made = fallbacks() if fallback is None else fallback
     return emit_package(entries, made, H200, package, standalone=standalone)
 

@@ -1,4 +1,4 @@
-"""How long a test waits for what hangs, on a machine that has other work, too."""
+"""The time that a test waits for what hangs, on a machine that has other work, too."""
 
 from __future__ import annotations
 

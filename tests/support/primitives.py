@@ -43,9 +43,23 @@ KINDS = {
 
 
 HELPERS = {
-    *("await", "pass", "reset", "add_group", "broadcast", "each_partial", "store_row_of"),
-    *("store_partials", "last_of", "finish_slices", "take_over", "arrive", "look", "team_barrier"),
-    *("fetch", "add_written", "wait"),
+    "await",
+    "pass",
+    "reset",
+    "add_group",
+    "broadcast",
+    "each_partial",
+    "store_row_of",
+    "store_partials",
+    "last_of",
+    "finish_slices",
+    "take_over",
+    "arrive",
+    "look",
+    "team_barrier",
+    "fetch",
+    "add_written",
+    "wait",
 }
 """Functions of the fragments that order memory by calls of primitives."""
 
@@ -80,7 +94,7 @@ def instructions(name: str) -> tuple[str, ...]:
 
 
 def event(name: str, label: str, place: str = "", instruction: int = 0, **more: Any) -> Event:
-    """What the primitive does to `place`, with what else an Event holds."""
+    """Return the event that the primitive is at `place`. more: the other fields of Event."""
     op = instructions(name)[instruction]
     parts = op.split(".")
     kind = next(kind for prefix, kind in KINDS.items() if f"{op}.".startswith(f"{prefix}."))
@@ -92,9 +106,7 @@ def event(name: str, label: str, place: str = "", instruction: int = 0, **more: 
         place = "shared" if "shared" in op else "global" if "global" in parts else ""
     returns = parts[0] != "red"
     full = kind != "wait_group" or ".read" not in op
-    return Event(
-        *(kind, label, place), order=order, scope=scope, returns=returns, full=full, **more
-    )
+    return Event(kind, label, place, order=order, scope=scope, returns=returns, full=full, **more)
 
 
 def bulk_load(label: str, to: str, value: int, barrier: str, source: str = "") -> Event:
@@ -151,7 +163,7 @@ def calls(fragment: str, function: str = "", text: str = "") -> list[str]:
     if function:
         found = list(re.finditer(rf"DEVICE [^;{{}}]*\b{function}\(", source))
         assert found, f"{fragment}.cuh has no function {function}"
-        start = found[-1]  # of several, that for the newest architectures
+        start = found[-1]  # the last one is for the newest architectures
         source = source[source.index("{", source.index(")", start.end())) :]
         depth = 0
         for end, character in enumerate(source):

@@ -59,7 +59,8 @@ class Model(Graph):
         return first.strong and then.strong and first.reaches(then) and then.reaches(first)
 
     def _patterns(self) -> tuple[Pairs, Pairs]:
-        """Of "release patterns" first operation and write, of "acquire patterns" read and last."""
+        """Return the "release patterns" as pairs of first operation and write, and the "acquire
+        patterns" as pairs of read and last."""
         release, acquire = set(), set()
         for a, b in self.program_order | {(n, n) for n in self.memory}:
             first, then = self.nodes[a], self.nodes[b]
@@ -121,7 +122,8 @@ class Model(Graph):
         return bool(of_first if kinds[0] == "async" else of_then)
 
     def acts_for(self, access: Node, fence: int) -> bool:
-        """Whether a proxy fence orders an asynchronous access: of its own CTA, or of a launch."""
+        """Return True if a proxy fence orders an asynchronous access: of its own CTA, or of a
+        launch."""
         node = self.nodes[fence]
         return node.thread < 0 or node.cta_of_launch == access.cta_of_launch
 
@@ -135,7 +137,7 @@ class Model(Graph):
         return preserved | {(w, b) for w, z in self.observed for a, b in preserved if a == z}
 
     def values(self, reads_from: Mapping[int, int]) -> dict[str, int] | None:
-        """What every read sees; None where a value depends on itself ("no thin air")."""
+        """Return what every read sees; None where a value depends on itself ("no thin air")."""
         by_label = {self.nodes[n].event.label: n for n in self.memory if self.nodes[n].reads}
         seen: dict[int, int] = {}
         under_way: set[int] = set()
@@ -160,7 +162,7 @@ class Model(Graph):
             return None
 
     def choices(self) -> Iterator[dict[int, int]]:
-        """For every read, the write that it reads."""
+        """Yield for every read the write that it reads, in all ways."""
         hopeless = self.hopeless()
         sources = {
             r: [w for w, other in self.same_place if other == r and self.nodes[w].writes]
@@ -177,7 +179,7 @@ class Model(Graph):
                 rivals = (s for s, v in chosen.items() if v == w)
                 if (w, r) in hopeless or any(self.excludes(r, s, w) for s in rivals):
                     continue
-                made = w  # by RMWs: of what this one may have written itself
+                made = w  # RMWs may have made it of what this one wrote
                 while made in chosen and made != r:
                     made = chosen[made]
                 if made != r:
@@ -192,7 +194,7 @@ class Model(Graph):
         return hidden | {(w, r) for r, w in before}
 
     def excludes(self, r: int, s: int, w: int) -> bool:
-        """Whether atomicity keeps two RMWs from reading one write; a shortcut."""
+        """Return True if atomicity keeps two RMWs from reading one write; a shortcut."""
         both = self.nodes[r].event.kind == self.nodes[s].event.kind == "rmw"
         known = self.nodes[w].thread < 0 or {(w, r), (w, s)} <= self.strong
         return both and known and (r, s) in self.strong
@@ -239,7 +241,7 @@ class Model(Graph):
 
 
 def executions(program: Program) -> Iterator[Execution]:
-    """Those that the model allows, but for executions in which a wait does not end."""
+    """Yield the executions that the model allows, but for those in which a wait does not end."""
     model = Model(program)
     wanted = {n.event.label: n.event.want for n in model.nodes if n.event.want}
     for chosen in model.choices():
@@ -255,7 +257,7 @@ def executions(program: Program) -> Iterator[Execution]:
 
 
 def _allowed(model: Model, reads_from: Pairs) -> bool:
-    """Whether there are a "Fence-SC order" and a coherence order that fit."""
+    """Return True if there are a "Fence-SC order" and a coherence order that fit."""
     for turned in product((False, True), repeat=len(model.fences)):
         fences = {
             pair[::-1] if turn else pair for pair, turn in zip(model.fences, turned, strict=True)

@@ -98,8 +98,8 @@ def sm_of(cubin: bytes) -> int:
 
 
 def opcodes(cubin: bytes, kernel: str = MAIN_KERNEL) -> Counter[int]:
-    """How often each instruction is in the machine code of a kernel, by the low 12 bits of its 16
-    bytes, which say what it does on every GPU since sm_70. 0xfae is cp.async (LDGSTS)."""
+    """Count each instruction in the machine code of a kernel, by the low 12 bits of its 16 bytes,
+    which say what it does on every GPU since sm_70. 0xfae is cp.async (LDGSTS)."""
     (sections,) = struct.unpack_from("<Q", cubin, 40)
     size, count, names = struct.unpack_from("<3H", cubin, 58)
     headers = [struct.unpack_from("<IIQQQQ", cubin, sections + size * i) for i in range(count)]
@@ -112,8 +112,28 @@ def opcodes(cubin: bytes, kernel: str = MAIN_KERNEL) -> Counter[int]:
 
 
 WIDTHS = (
-    *(8, 64, 100, 256, 500, 768, 1000, 1001, 1024, 1025, 1536, 2048, 2880, 3072, 4096, 4097, 5120),
-    *(8192, 12288, 16384, 32768, 65536),
+    8,
+    64,
+    100,
+    256,
+    500,
+    768,
+    1000,
+    1001,
+    1024,
+    1025,
+    1536,
+    2048,
+    2880,
+    3072,
+    4096,
+    4097,
+    5120,
+    8192,
+    12288,
+    16384,
+    32768,
+    65536,
 )
 """Row lengths: what models have, what no wide vector divides, and what needs a cluster."""
 
@@ -181,8 +201,8 @@ def compiled_fallbacks(target: Target) -> list[tuple[Variant, Compiled]]:
 
 
 def planted_entry(problem: Problem | str, target: Target, **knobs: int | str) -> Entry:
-    """What a package has of a problem whose winner is the conservative config for 4096 rows, with
-    `knobs` changed."""
+    """Return a package's entry for a problem whose winner is the conservative config for 4096 rows,
+    with `knobs` changed."""
     if isinstance(problem, str):
         problem = Problem.parse(problem)
     config = plain_variant(replace(problem, M=4096), target, **knobs).config
@@ -192,8 +212,8 @@ def planted_entry(problem: Problem | str, target: Target, **knobs: int | str) ->
 
 
 def training_package(target: Target, folder: Path) -> Package:
-    """For `entry_points.Training` on a GPU: hidden norms by a strategy whose CTAs wait for each
-    other, the rest by fallback kernels."""
+    """Make a package for `entry_points.Training` on a GPU: hidden norms by a strategy whose CTAs
+    wait for each other, the rest by fallback kernels."""
     shapes = ("68x1024:bf16", "68x1024:fp32")
     entries = [planted_entry(shape, target, strategy="column_slices") for shape in shapes]
     folder = folder / "rmsnorm_backward"

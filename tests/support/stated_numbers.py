@@ -67,9 +67,6 @@ def missed() -> str:
 
 
 def search() -> list[str]:
-    layouts = fallback_kernels.load_layouts().groups
-    common = len(layouts["wide"])
-    clustered = common + len({layout.columns for layout in layouts["long"]})
     kept = percent(choose_winner.INCUMBENT_TIE)
     return [
         f"until {sampler.FIRST} configs have been proposed",
@@ -99,16 +96,29 @@ def search() -> list[str]:
         f"takes longer than {finals.SHORTLIST_US / finals.SHORTLIST:.0f} µs)",
         f"configs within {percent(prior.TIE)} are tied",
         f"the same bits in {determinism.RUNS} runs",
-        f"{session.SLOW} times the time of the best",
-        f"| {clustered} for each pair of dtypes of the run, {common} on a GPU without clusters",
-        f"rows of whole {VECTOR}-byte vectors: a multiple of {VECTOR // 2} bf16",
-        f"A measured search has {budget.TRIALS['measured']} trials by default",
-        f"A predicted one has {budget.TRIALS['predicted']},",
         f"share of searches that came within {percent(replay.CLOSE)} of it",
         f"proposes {replay.COMPILERS} trials ahead",
         f"Those within {percent(recording.NEAR - 1)} of the best are measured"
         f" {WORD[recording.REPEATS + 1]} times",
         f"times the best {percent(recording.NEAREST - 1)} of each recording again",
+    ]
+
+
+def tuning() -> list[str]:
+    layouts = fallback_kernels.load_layouts().groups
+    common = len(layouts["wide"])
+    clustered = common + len({layout.columns for layout in layouts["long"]})
+    searched = len(read("h100_first_search")["rows"])
+    most = re.search(r"--trials (\d+)", read("h100_first_search")["what"])
+    assert most is not None
+    return [
+        f"| {clustered} for each pair of dtypes of the run, {common} on a GPU without clusters",
+        f"rows of whole {VECTOR}-byte vectors: a multiple of {VECTOR // 2} bf16",
+        f"A measured search has {budget.TRIALS['measured']} trials by default",
+        f"A predicted one has {budget.TRIALS['predicted']},",
+        f"On one H100, with at most {most[1]} trials per shape",
+        f"{searched} of {first_search_shapes()} shapes had a winner after"
+        f" [{first_search_seconds()} s",
     ]
 
 
@@ -162,8 +172,18 @@ def faults() -> list[str]:
     ]
 
 
-def forward_page() -> list[str]:
+def forward_kernels() -> list[str]:
+    """Return the phrases on how RMSNorm's forward kernels are made and chosen."""
     wide, busy = (forward_space._most_vectors(threads) for threads in (512, 1024))
+    return [
+        f"up to {wide} vectors a thread ({busy} in CTAs of 1024)",
+        f"The {WORD[forward.FINALISTS]} fastest must repeat their bits in {determinism.RUNS} runs",
+        f"within {percent(tuner_forward.TIE)} of the best",
+        f"rows of whole {VECTOR}-byte vectors",
+    ]
+
+
+def forward_comparison() -> list[str]:
     first, every = notes.fastest_forwards("h200")
     other_first, others = notes.fastest_forwards("h100")
     usual = notes.usual_stores()
@@ -173,17 +193,12 @@ def forward_page() -> list[str]:
         f"took at most {percent(tuner_forward.TIE)} longer than the fastest",
         f"cuDNN's took {geometric_mean(usual):.3f} times as long as kernels that stored y as usual,"
         f" in the mean of {len(usual)} shapes",
-        f"up to {wide} vectors a thread ({busy} in CTAs of 1024)",
-        f"The {WORD[forward.FINALISTS]} fastest must repeat their bits in {determinism.RUNS} runs",
-        f"within {percent(tuner_forward.TIE)} of the best",
-        f"rows of whole {VECTOR}-byte vectors",
     ]
 
 
 def glossary() -> list[str]:
     return [
         f"it is more than {percent(choose_winner.INCUMBENT_TIE)} slower",
-        "Below 1 the winner",
     ]
 
 
@@ -296,22 +311,14 @@ def first_search_shapes() -> str:
 
 
 def readme() -> list[str]:
-    table = generated("h200", "rmsnorm_backward", "table.json")
-    widths = [entry["N"] for entry in table["tuned"]]
-    specs = [kernel["spec"] for kernel in table["fallback"]]
-    generic = {
-        width: max(spec["N"] for spec in specs if spec["vector_bytes"] == width)
-        for width in (2, 4, 8, 16)
-    }
-    wide = fallback_kernels.load_layouts().groups["wide"]
+    environment = read("h200")["environment"]
+    cuda = layernorm_entries()[0]["kernel"]["nvrtc"].partition(".")[0]
     return [
+        f"Python {oldest('requires-python')} or newer, PyTorch {oldest('torch')} or newer, and an"
+        f" NVIDIA driver for CUDA {cuda}.",
         f"{len(load_problems('compare'))} shapes in bf16, fp16 and fp32",
-        f"timed with {read('h200')['environment']['driver']}",
-        f"Python {oldest('requires-python')} or newer, PyTorch {oldest('torch')} or newer",
-        f"tuned lengths from {min(widths)} to {max(widths):,}",
-        f"up to {generic[16]:,} if a row consists of whole 16-byte vectors",
-        f"beyond {max(layout.columns for layout in wide):,} only on GPUs with",
-        f"else at least up to {min(generic[2], generic[4], generic[8]):,}",
+        f"with PyTorch {environment['torch'].partition('+')[0]} and Triton {environment['triton']};"
+        " newer ones were not compared",
     ]
 
 
@@ -322,6 +329,25 @@ def adopting() -> list[str]:
     return [f"PyTorch ({oldest('torch')} or newer)", written_for[0]]
 
 
+def packages() -> list[str]:
+    table = generated("h200", "rmsnorm_backward", "table.json")
+    widths = [entry["N"] for entry in table["tuned"]]
+    specs = [kernel["spec"] for kernel in table["fallback"]]
+    generic = {
+        width: max(spec["N"] for spec in specs if spec["vector_bytes"] == width)
+        for width in (2, 4, 8, 16)
+    }
+    wide = fallback_kernels.load_layouts().groups["wide"]
+    return [
+        f"timed with {read('h200')['environment']['driver']}",
+        f"Python {oldest('requires-python')} or newer, PyTorch {oldest('torch')} or newer",
+        f"tuned lengths from {min(widths)} to {max(widths):,}",
+        f"up to {generic[16]:,} if a row consists of whole 16-byte vectors",
+        f"beyond {max(layout.columns for layout in wide):,} only on GPUs with",
+        f"else at least up to {min(generic[2], generic[4], generic[8]):,}",
+    ]
+
+
 def graphs() -> list[str]:
     return [
         f"From PyTorch {'.'.join(map(str, WHOLE_FROM))} on, `inductor_backend()`",
@@ -330,10 +356,7 @@ def graphs() -> list[str]:
 
 
 def determinism_page() -> list[str]:
-    patience = re.search(r"kPatience = (\d+);", template_named("last_arrived.cuh").read_text())
-    assert patience is not None
     return [
-        f"it polls at most {patience[1]} times",
         f"A *chunk*, {CHUNK_ROWS} rows,",
         f"the strips of {CHUNK_ROWS} consecutive rows",
         f"a multiple of {CHUNK_ROWS} rows",
@@ -344,8 +367,14 @@ def determinism_page() -> list[str]:
     ]
 
 
+def emulator() -> list[str]:
+    patience = re.search(r"kPatience = (\d+);", template_named("last_arrived.cuh").read_text())
+    assert patience is not None
+    return [f"it polls at most {patience[1]} times"]
+
+
 def against() -> tuple[list[float], list[float]]:
-    """By how much host times differ from those before: of operators, and of other calls."""
+    """Return by how much host times differ from those before: of operators, and of other calls."""
     runs = [run["us"].items() for run in read("host_against_h200")["runs"]]
     found = [(name, us["difference"]) for run in runs for name, us in run]
     operators = [us for name, us in found if ", operator" in name]
@@ -410,49 +439,27 @@ def layernorm() -> list[str]:
     ]
 
 
-def faq() -> list[str]:
-    names = ("untuned_h200", "untuned_seed1_h200")
-    widths = [row for name in names for row in read(name)["rows"] if row["unknown"] == "N"]
-    searched = len(read("h100_first_search")["rows"])
-    most = re.search(r"--trials (\d+)", read("h100_first_search")["what"])
-    assert most is not None
-    return [
-        f"{len(widths)} random shapes",
-        f"by default {budget.TRIALS['measured']} per shape if they are measured,"
-        f" {budget.TRIALS['predicted']} if predicted",
-        f"On one H100, with at most {most[1]} trials per shape",
-        f"{searched} of {first_search_shapes()} shapes had a winner after"
-        f" [{first_search_seconds()} s",
-    ]
-
-
 PAGES: dict[str, Callable[[], list[str]]] = {
     "README.md": readme,
-    "accuracy.md": accuracy,
-    "adopting.md": adopting,
-    "cluster.md": cluster,
-    "determinism.md": determinism_page,
-    "faq.md": faq,
-    "faults.md": faults,
-    "forward.md": forward_page,
+    "adopting.md": lambda: [*adopting(), *graphs()],
+    "cluster.md": lambda: [*cluster(), *faults()],
+    "determinism.md": lambda: [*determinism_page(), *accuracy()],
+    "emulator.md": emulator,
+    "generated-code.md": packages,
     "glossary.md": glossary,
-    "graphs.md": graphs,
-    "index.md": lambda: [
-        f"PyTorch {oldest('torch')} or newer",
-        f"driver for CUDA {layernorm_entries()[0]['kernel']['nvrtc'].partition('.')[0]}",
-    ],
     "lab-notes.md": lab_notes,
     "layernorm.md": layernorm,
     "method.md": lambda: [
         *(f"- **`{name}`**:" for name in rotation.CONDITIONS),
         f"more than {['', 'once', 'twice'][rotation.L2_TIMES]} the bytes of the L2",
     ],
-    "performance.md": performance,
+    "performance.md": lambda: [*performance(), *forward_comparison()],
     "prediction.md": prediction,
-    "runtime.md": lambda: [
+    "architecture.md": lambda: [
         f"or per capturing stream from {workspace.SHARED_FROM >> 10} KiB",
     ],
-    "search.md": search,
+    "search.md": lambda: [*search(), *forward_kernels()],
+    "tuning.md": tuning,
 }
 
 

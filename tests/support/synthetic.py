@@ -36,7 +36,7 @@ TARGET = find_target("h200")
 SPACE = load_space()
 LEGAL = LegalConfigs(SPACE, PROBLEM, TARGET)
 FLOOR_US = 20.0
-"""Long enough that the host, and so a launch less, does not count."""
+"""A floor that is long enough that the host, and so a launch less, does not count."""
 DW_COST = {
     "slices": 0.05,
     "flagged_slices": 0.07,
@@ -60,8 +60,8 @@ def registers(variant: Variant) -> int:
 
 
 def cost(variant: Variant) -> float:
-    """Ratio to the floor: knobs that work together, and 1 % of ruggedness that is the same in
-    every run."""
+    """Return a config's ratio to the floor: knobs that work together, and 1 % of ruggedness that is
+    the same in every run."""
     v = variant
     resident = v["ctas_per_sm"] * v.teams
     flying = max(v["stages"] - 1, 0.5) * v["rows_in_flight"] * resident * 2 * v.row_bytes

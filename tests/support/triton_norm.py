@@ -34,7 +34,7 @@ def normalize(x, weight, y, x_stride, y_stride, N, eps, TILE: tl.constexpr):
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """y of contiguous rows (M, N) on the GPU."""
+    """Return y of contiguous rows (M, N) on the GPU."""
     M, N = x.shape
     y = torch.empty_like(x)
     normalize[(M,)](x, weight, y, x.stride(0), y.stride(0), N, eps, TILE=TILE)
@@ -42,8 +42,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def compiled(dtype: str, whole: bool, capability: int = 90) -> Any:
-    """What a launch on contiguous rows compiles, without a GPU. dtype: bf16, fp16 or fp32; whole: N
-    is a multiple of 16, of which Triton makes a kernel of its own."""
+    """Compile what a launch on contiguous rows compiles, without a GPU. dtype: bf16, fp16 or fp32;
+    whole: N is a multiple of 16, of which Triton makes a kernel of its own."""
     names = ("x", "weight", "y", "x_stride", "y_stride", "N", "eps")
     types = (*[f"*{dtype}"] * 3, *["i32"] * 3, "fp32")
     aligned = range(6 if whole else 3)

@@ -10,8 +10,8 @@ TILE, THREADS, OF_THREAD = 1024, 128, 8
 
 
 def fused(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-    """a * b + c of fp32 tensors, rounded once. The product is exact in float64. The sum is rounded
-    to odd there, so that rounding it again to fp32 makes no second error."""
+    """Return a * b + c of fp32 tensors, rounded once. The product is exact in float64. The sum is
+    rounded to odd there, so that rounding it again to fp32 makes no second error."""
     product, c = a.double() * b.double(), c.double()
     total = product + c
     shift = total - product
@@ -23,7 +23,8 @@ def fused(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
 
 
 def sum_of_thread(values: tuple[torch.Tensor, ...], form: str, contracted: int) -> torch.Tensor:
-    """Of the squares of 8 values. contracted: how many are in additions that are contracted."""
+    """Return the sum of the squares of 8 values. contracted: how many are in additions that are
+    contracted."""
 
     def plus_square(i: int, total: torch.Tensor) -> torch.Tensor:
         value = values[i]
@@ -40,7 +41,7 @@ def sum_of_thread(values: tuple[torch.Tensor, ...], form: str, contracted: int) 
 
 
 def sum_of_squares(x: torch.Tensor, form: str) -> torch.Tensor:
-    """(M,), of rows (M, N) in bf16, fp16 or fp32."""
+    """Return (M,) sums, of rows (M, N) in bf16, fp16 or fp32."""
     M, N = x.shape
     run = 16 // x.element_size()
     rows = torch.nn.functional.pad(x.float(), (0, -N % TILE))
@@ -60,8 +61,8 @@ def sum_of_squares(x: torch.Tensor, form: str) -> torch.Tensor:
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, form: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """y (M, N) and rstd (M,) of rows on the CPU. form: of TILE_FORMS."""
-    # In float64 and rounded again, which is one rounding: PyTorch's own root in fp32 is not exact.
+    """Return y (M, N) and rstd (M,) of rows on the CPU. form: of TILE_FORMS."""
+    # float64 rounded to fp32 is one rounding: PyTorch's own root in fp32 is not exact.
     reciprocal = torch.tensor(1 / x.shape[1]).float()
     mean = fused(reciprocal, sum_of_squares(x, form), torch.tensor(eps))
     rstd = (1 / mean.double().sqrt().float().double()).float()

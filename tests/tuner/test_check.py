@@ -51,7 +51,7 @@ def variant_of(shape: str) -> Variant:
 
 
 class BothWays(Landscape):
-    """With forwards, which all take the same."""
+    """A landscape with forwards, which all take the same."""
 
     def ratio(self, variant: Any) -> float:
         return 1.5 if "id" in variant.config else super().ratio(variant)
@@ -97,8 +97,8 @@ class Machine:
         sleep: Callable[[float], None] = nap,
         **faults: str,
     ) -> None:
-        """From now on with a GPU on which kernels have these faults, by their widths. sleep: how
-        the tuner pauses."""
+        """Go on with a GPU on which kernels have these faults, by their widths. sleep: how the
+        tuner pauses."""
         by_key = {key(variant_of(f"4096x{n[1:]}:bf16").config): f for n, f in faults.items()}
         gpu = FakeGpu(log or Log(), BothWays(faults=by_key), weather or Weather())
         supervisor = partial(
@@ -120,7 +120,7 @@ class Machine:
         return code, document
 
     def rows(self, *options: str) -> tuple[int, dict[str, dict[str, Any]]]:
-        """By shape."""
+        """Return the exit code, and the kernels by shape."""
         code, document = self.check(*options)
         return code, {row["shape"]: row for row in document["kernels"]}
 
@@ -317,7 +317,7 @@ def test_a_time_is_taken_under_the_condition_of_the_table(
 def test_an_error_is_a_document_as_well(
     machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str
 ) -> None:
-    """For who reads nothing but the output."""
+    """Readers of nothing but the output learn of it."""
     options = []
     if trouble == "no GPU":
         monkeypatch.setattr(torch.version, "cuda", None)
@@ -450,7 +450,7 @@ def test_times_beside_another_floor_are_not_compared() -> None:
 
 
 def test_forwards_are_checked_with_their_shapes() -> None:
-    """As they stand in the committed package of the H200."""
+    """The committed package of the H200 has them."""
     package = GENERATED / "h200" / "rmsnorm_backward"
     stored = stored_kernels(package, TARGET, "rmsnorm_backward")
     assert sum(one.forward for one in stored) > 100

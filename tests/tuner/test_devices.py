@@ -96,7 +96,7 @@ def test_four_devices_search_every_problem_once(tmp_path: Path) -> None:
 
 
 def test_devices_find_what_one_device_finds(tmp_path: Path) -> None:
-    """In a space that is swept whole nothing depends on who searches what first."""
+    """Nothing depends on who searches what first in a space that is swept whole."""
     space = shrink(tmp_path, LEGAL.first(1)[0], strategy=["column_slices", "separate", "atomic"])
     problems = tuple(Problem.parse(f"{M}x1024:bf16") for M in (2048, 4096, 8192, 16384))
     options = {"problems": problems, "space_file": space.path}
@@ -121,7 +121,7 @@ def test_devices_find_what_one_device_finds(tmp_path: Path) -> None:
 
 
 def test_search_that_has_no_time_for_a_trial_says_so(tmp_path: Path) -> None:
-    problem = Problem.parse("1024x1280:bf16")  # which has no incumbent
+    problem = Problem.parse("1024x1280:bf16")  # it has no incumbent
     plan = make_plan(tmp_path, TRIALS, seconds=1e-4, devices=(0, 1), problems=(problem,))
     with DevicePool(plan.devices, partial(open_fake, tmp_path, 0.0)) as own:
         watcher = search(own, plan)
@@ -307,7 +307,7 @@ def test_equal_shares_of_the_seconds_count_the_devices(tmp_path: Path) -> None:
         assert plan.budget.seconds == each
 
 
-# Which GPU is here
+# The GPU that is here.
 
 
 @dataclass

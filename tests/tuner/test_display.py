@@ -1,4 +1,4 @@
-"""What a run shows: lines in a file, bars on a terminal, and a table of 80 columns."""
+"""The output of a run: lines in a file, bars on a terminal, and a table of 80 columns."""
 
 from __future__ import annotations
 
@@ -49,8 +49,21 @@ def winner(problem: Problem, evidence: str = "measured") -> Winner:
     checked = "verified" if evidence == "measured" else "unverified"
     result = Result("ok", us=1234.5678, floor_us=1150.0, ratio=1.0735, determinism=checked)
     return Winner(
-        *(problem, "h200", config, "column_slices_async6_n16384_bf16_512x16_0123abcd", "digest"),
-        *(result, evidence, (), None, 400, {"ok": 400}, "study", "space", "reason", "date"),
+        problem,
+        "h200",
+        config,
+        "column_slices_async6_n16384_bf16_512x16_0123abcd",
+        "digest",
+        result,
+        evidence,
+        (),
+        None,
+        400,
+        {"ok": 400},
+        "study",
+        "space",
+        "reason",
+        "date",
     )
 
 
@@ -107,7 +120,7 @@ def test_a_long_phase_says_every_ten_seconds_how_far_it_is(
 def test_a_terminal_gets_bars_of_every_phase_in_80_columns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What is in the bars at a time, without the thread that draws them."""
+    """The bars at one time, without the thread that draws them."""
     stream = Terminal()
     status = Status(2, stream)
     status.phase("fallback kernels", 1, 3)

@@ -1,4 +1,4 @@
-"""What goes wrong and what becomes of it, on a GPU that does not exist."""
+"""Faults and what becomes of them, on a GPU that does not exist."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_worker_that_is_killed_every_time_ends_the_problem_with_a_sentence(tmp_p
 def test_worker_that_cannot_be_replaced_ends_the_run_and_blames_no_candidate(
     tmp_path: Path, how: str
 ) -> None:
-    """With "no answer" a worker starts, and finds a GPU on which nothing works any more."""
+    """A worker with "no answer" starts, and finds a GPU on which nothing works any more."""
     bench = Bench(tmp_path, "segfault", "", "segfault")
     with bench.evaluator() as evaluator:
         assert bench.evaluate(evaluator, 1).outcome == "ok"

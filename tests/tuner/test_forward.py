@@ -1,4 +1,4 @@
-"""Which forward a shape gets: measured where there is a GPU, else by the rule."""
+"""The choice of a shape's forward: measured where there is a GPU, else by the rule."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_longest_shapes_are_measured_first_and_the_order_of_the_result_is_kept(
 def test_stop_leaves_the_shapes_out_that_are_not_measured_yet(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """After SIGTERM the package is written with what there is."""
+    """SIGTERM leaves time to write the package with what there is."""
     shapes = [Problem.parse(f"{M}x1024:bf16") for M in (4096, 64, 65536, 512)]
     order: list[int] = []
 
@@ -257,7 +257,7 @@ def test_crash_on_a_fallback_kernel_leaves_the_others(crashing: CrashingCompiler
     [
         ([1.30, 1.105, 1.10, 1.2], 1),  # within 1 % of the best, and earlier in the rule
         ([1.30, 1.12, 1.10, 1.2], 2),
-        ([None, 1.12, 1.2, None], 1),  # those that failed their checks
+        ([None, 1.12, 1.2, None], 1),  # None: these failed their checks
     ],
 )
 def test_measured_choice_is_the_rules_first_within_one_percent_of_the_best(

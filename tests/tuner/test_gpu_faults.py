@@ -1,5 +1,5 @@
-"""On a GPU: neighbours, full memory and killed workers. What follows from them is tested without a
-GPU in tuner/test_faults.py and evaluate/test_noise.py; here the real worker has to notice."""
+"""Neighbours, full memory and killed workers, on a GPU. Their consequences are tested without a GPU
+in tuner/test_faults.py and evaluate/test_noise.py; here the real worker has to notice."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def test_damaged_entry_of_the_cache_counts_as_none(tmp_path: Path) -> None:
 def test_workers_of_the_search_are_gone_when_forwards_are_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whose noise they would be taken for."""
+    """They would be taken for noise."""
     done: list[str] = []
 
     def search(runner: object, tasks: TaskList, *rest: object) -> None:
@@ -125,7 +125,7 @@ def test_forwards_are_compiled_once_and_in_the_order_of_need() -> None:
 
 
 def test_forwards_of_a_batch_invariant_run_are_those_that_the_space_fixes(tmp_path: Path) -> None:
-    """And those with the arithmetic of vLLM's, for any row."""
+    """Forwards with the arithmetic of vLLM's, for any row, are among them."""
     operation = "rmsnorm_invariant_backward"
     problem = Problem.parse("4096x1024:bf16", operation)
     plan = make_plan(tmp_path, 1, problems=(problem,), space_file=space_file(operation))

@@ -1,4 +1,4 @@
-"""What of a plan is open, under way and concluded."""
+"""The problems of a plan: open, under way or concluded."""
 
 from __future__ import annotations
 

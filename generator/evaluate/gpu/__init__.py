@@ -1,1 +1,1 @@
-"""Measured: on a GPU, in a worker process that may be lost."""
+"""Measures candidates on a GPU, in a worker process that may be lost."""

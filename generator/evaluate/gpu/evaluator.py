@@ -32,8 +32,8 @@ from generator.target import Target
 INTERLEAVINGS = 3
 """Attempts to time the finalists together, when that breaks the worker and none does it alone."""
 FINAL_CONDITION = ROTATION
-"""That of training is the one that counts, where inputs can rotate. Trials are timed after a flush,
-as all trials so far: they only choose who is timed again."""
+"""The condition of the finals: inputs rotate, as in training, where there is memory for it. Trials
+are timed after a flush, as all trials so far: they only choose who is timed again."""
 FINAL_PAUSES = (0.0, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
 """Seconds after each noisy block of the finals: one minute for a neighbour to finish."""
 
@@ -78,7 +78,8 @@ class MeasuredEvaluator:
     def evaluate(
         self, problem: Problem, variant: Variant, compiled: Compiled, best_us: float | None
     ) -> Result:
-        """Accuracy, timing, 20-run determinism. Never raises for a bad candidate."""
+        """Check a candidate's accuracy, time it, and run it 20 times for determinism. Never raises
+        for a bad candidate."""
         if problem not in self._floors:
             self._probe(problem)
         candidates = self._candidates([(variant, compiled)])
@@ -151,7 +152,7 @@ class MeasuredEvaluator:
         return results
 
     def disturbances(self) -> str:
-        """One sentence about the noise of the run so far, "" without any."""
+        """Return one sentence about the noise of the run so far, "" without any."""
         said = []
         if self.causes_at_start:
             said.append(f"at the start {'; '.join(self.causes_at_start)}")
@@ -205,7 +206,7 @@ class MeasuredEvaluator:
         _lower(self._floors, problem, floor_us)
 
     def _find_causes(self) -> tuple[str, ...]:
-        """What NVML sees right now that may disturb."""
+        """Return what NVML reports right now that may disturb measurements."""
         causes = self.monitor.causes(self._supervisor.pids)
         self.noise.update(causes)
         return causes

@@ -12,7 +12,7 @@ from generator.kernels.nvrtc import compile_source
 from normforge.launch.driver import checked, configure, cuda_driver
 
 FLUSH_BYTES = 256 << 20
-"""Written before every timed operation, and more where the L2 needs it."""
+"""Bytes written before every timed operation, and more where the L2 needs it."""
 
 _THREADS = 256
 _KERNEL = "displace"

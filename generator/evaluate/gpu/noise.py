@@ -1,4 +1,5 @@
-"""Whether a block of times can be believed, and what to do about one that cannot. No CUDA here.
+"""Decides whether a block of times can be believed, and what to do about one that cannot. No CUDA
+here.
 
 A block holds the times of a reference and of candidates that took turns. It is noisy when the
 reference is slower than it has already been in this run, or when the times of the steadiest
@@ -20,17 +21,18 @@ Block = Sequence[Sequence[float]]
 
 DRIFT = 0.05
 JITTER_US = 0.8
-"""How far the reference may be above its best median. Chosen on 16,947 early trials of
-generated/h200, on GPUs that nobody else used: 99 % were within 1.06 us of the best of their study
-and GPU where it takes less than 50 us, and within 3.6 % where it takes more; six were further from
-it than this allows. docs/faults.md says how many trials stayed noisy since."""
+"""The microseconds, beside DRIFT, that the reference may be above its best median. Chosen on 16,947
+early trials of generated/h200, on GPUs that nobody else used: 99 % were within 1.06 us of the best
+of their study and GPU where it takes less than 50 us, and within 3.6 % where it takes more; six
+were further from it than this allows. docs/cluster.md says how many trials stayed noisy since."""
 SPREAD = 0.05
-"""How far apart, beside JITTER_US, the quartiles of the ratios of one block may be, relative to
-their median: the median of 15 such ratios is uncertain by about 1 %."""
+"""The largest distance between the quartiles of the ratios of one block, relative to their median
+and beside JITTER_US: the median of 15 such ratios is uncertain by about 1 %."""
 BLOCKS, SHORT_BLOCKS = 3, 15
-"""In which finalists, and those of the shortlist, take turns. SHORT_BLOCKS are for floors below
-SHORT_US, where the ratio of a block scatters by 2 %. Choices resampled from the blocks in
-repeatability_h200.json.xz agree the more often, the more blocks they have."""
+"""The numbers of blocks in which finalists take turns, and candidates of the shortlist.
+SHORT_BLOCKS are for floors below SHORT_US, where the ratio of a block scatters by 2 %. The more
+blocks there are, the more often choices agree that are resampled from those in
+repeatability_h200.json.xz."""
 SHORT_US = 12.0
 SEARCH_PAUSES = (0.0, 0.05, 0.25)
 """Seconds after each noisy block of a trial. Short: the finals measure noisy trials once more."""
@@ -76,17 +78,19 @@ class Timing:
 
 
 def blocks_for(floor_us: float | None) -> int:
-    """How many blocks rank candidates with this floor, if it is known."""
+    """Return the number of blocks that rank candidates with this floor; None is an unknown
+    floor."""
     return SHORT_BLOCKS if floor_us is not None and floor_us < SHORT_US else BLOCKS
 
 
 def drifted(floor_us: float, best_us: float) -> bool:
-    """Whether a reference that has once taken `best_us` is too slow with `floor_us`."""
+    """Return True if a reference that has once taken `best_us` is too slow with `floor_us`."""
     return floor_us > best_us * (1 + DRIFT) + JITTER_US
 
 
 def noise_in(block: Block, best_us: float | None = None) -> str:
-    """What is wrong with a block, "" when it is clean. best_us: of the reference, when known."""
+    """Return what is wrong with a block, "" when it is clean. best_us: the best median of the
+    reference, when known."""
     floor_us = median(block[0])
     if best_us is not None and drifted(floor_us, best_us):
         return f"the reference takes {floor_us:.1f} us, {best_us:.1f} at its best in this run"
@@ -153,8 +157,8 @@ def _ratios(times: Sequence[float], floors: Sequence[float]) -> list[float]:
 
 
 def _spread(block: Block) -> float:
-    """Of the steadiest candidate: one that is restless by itself must not pass for noise. Without
-    candidates, of the reference itself."""
+    """Return the spread of the steadiest candidate: one that is restless by itself must not pass
+    for noise. Without candidates, it is the spread of the reference."""
     floors, *own = block
     series = [_ratios(times, floors) for times in own] or [list(floors)]
     return min(_quartile_distance(values) for values in series)

@@ -1,4 +1,4 @@
-"""What NVML knows about a GPU that explains noise: other processes on it, and clocks held back.
+"""Asks NVML about causes of noise on a GPU: other processes, and clocks that are held back.
 
 Needs the package nvidia-ml-py and NVIDIA's driver; where one is missing, nothing is asked and
 `reason` says so. NVML needs no CUDA context, so the parent process may ask.
@@ -41,8 +41,8 @@ class DeviceMonitor:
             self.reason = str(error)
 
     def causes(self, own: Collection[int]) -> tuple[str, ...]:
-        """What may disturb measurements right now, in words; () when nothing does or NVML cannot be
-        asked. own: process ids of the tuner's workers on this GPU."""
+        """Return what may disturb measurements right now, in words; () when nothing does or NVML
+        cannot be asked. own: process ids of the tuner's workers on this GPU."""
         return (*self._others(own), *self._clocks()) if self._device is not None else ()
 
     def _others(self, own: Collection[int]) -> list[str]:
@@ -53,7 +53,7 @@ class DeviceMonitor:
         seen = {process.pid for process in running}
         others = sorted(seen - set(own))
         if not seen & set(own):
-            # In a container NVML speaks of the host's process ids: only their number helps.
+            # In a container, NVML gives the host's process ids: only their number helps.
             count = len(seen) - len(own)
             return [f"{count} other processes on the GPU"] if count > 0 else []
         return [f"other processes on the GPU (pid {', '.join(map(str, others))})"] if others else []

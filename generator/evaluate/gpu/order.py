@@ -1,5 +1,5 @@
-"""In which order operations take turns: balanced, because each changes what the next one finds. No
-CUDA here.
+"""The order in which operations take turns: balanced, because each changes what the next one finds.
+No CUDA here.
 
 What an operation leaves in the L2 and how it leaves the clocks is part of the next one's time. If
 that is always the same other one, this is a bias that no number of rounds takes away.
@@ -16,12 +16,13 @@ DRAWS = 32
 """Orders of which the most balanced one is taken."""
 
 Orders = list[list[int]]
-"""Of each round: which operation takes each place."""
+"""The operation in each place, for each round."""
 
 
 def balanced_orders(count: int, rounds: int, seed: int = 0) -> Orders:
-    """Who runs when: in each round each of `count` operations once, so that over all rounds each
-    takes each place, and is followed by each other one, equally often, as far as `rounds` allow.
+    """Return the order of `count` operations in each round, where each runs once, so that over all
+    rounds each takes each place, and is followed by each other one, equally often, as far as
+    `rounds` allow.
 
     Rounds are a ring, because a graph is replayed: its start follows its end. Within rounds both
     are exactly equal after `count` rounds, or twice as many where that is odd. None follows itself,
@@ -33,13 +34,14 @@ def balanced_orders(count: int, rounds: int, seed: int = 0) -> Orders:
 
 
 def successions(orders: Orders) -> Counter[tuple[int, int]]:
-    """How often the second of two directly follows the first, over a ring of rounds."""
+    """Count how often the second of two operations directly follows the first, over a ring of
+    rounds."""
     line = [which for row in orders for which in row]
     return Counter(zip(line, line[1:] + line[:1], strict=True))
 
 
 def places(orders: Orders) -> Counter[tuple[int, int]]:
-    """How often a place is taken by one."""
+    """Count how often each place is taken by each operation."""
     return Counter(taken for row in orders for taken in enumerate(row))
 
 
@@ -53,8 +55,8 @@ def _unnamed(count: int, rounds: int) -> Orders:
 
 
 def _draw(count: int, rounds: int, rng: Random) -> Orders:
-    """Rows of Williams squares, always the one that makes the least more frequent what has been
-    frequent so far; by chance where several do."""
+    """Draw rows of Williams squares, always the one that makes the least more frequent what has
+    been frequent so far; by chance where several do."""
     found: Orders = []
     rows: Orders = []
     followed: Counter[tuple[int, int]] = Counter()
@@ -91,7 +93,7 @@ def _williams(count: int, rng: Random) -> Orders:
 
 
 def _imbalance(orders: Orders) -> int:
-    """Least where all are equally frequent, and none follows itself."""
+    """Return a number that is least where all are equally frequent, and none follows itself."""
     followed = successions(orders)
     itself = sum(followed[which, which] for which in orders[0])
     squares = sum(often**2 for often in (*followed.values(), *places(orders).values()))

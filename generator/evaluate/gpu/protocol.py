@@ -1,4 +1,4 @@
-"""What the tuner and a GPU worker say to each other.
+"""The messages between the tuner and a GPU worker.
 
 No CUDA here: both sides import it.
 """
@@ -17,19 +17,19 @@ from normforge.spec import ForwardSpec, KernelSpec
 
 @dataclass(frozen=True)
 class Candidate:
-    """What the worker needs of a variant: it gets machine code, never a template."""
+    """The parts of a variant that the worker needs: it gets machine code, never a template."""
 
     cubin: bytes
     spec: KernelSpec | ForwardSpec
 
     @property
     def nondeterministic(self) -> bool:
-        """Whether it is not deterministic by construction."""
+        """True when the kernel is not deterministic by construction."""
         return isinstance(self.spec, KernelSpec) and self.spec.determinism == "none"
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether its bits are those of a batch-invariant kernel, whose dw is a sum of chunks."""
+        """True when the bits are those of a batch-invariant kernel, whose dw is a sum of chunks."""
         return isinstance(self.spec, KernelSpec) and self.spec.run_rows > 0
 
 
@@ -61,11 +61,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Answer:
-    """result or block: as the job's kind says; a result in place of a block is a failure.
-    condition: of the block, one of rotation.CONDITIONS; where inputs are too small or too large to
-    rotate, another one than the job's.
-    error: "" or why the problem cannot be set up. last: the process ends after this answer, because
-    its context is lost or short of memory. short_of_memory: it may do in a fresh process."""
+    """The answer to a job. result or block: as the job's kind says; a result in place of a block is
+    a failure. condition: of the block, one of rotation.CONDITIONS; where inputs are too small or
+    too large to rotate, another one than the job's. error: "" or why the problem cannot be set up.
+    last: the process ends after this answer, because its context is lost or short of memory.
+    short_of_memory: it may do in a fresh process."""
 
     result: Result | None = None
     block: Block | None = None
@@ -76,7 +76,7 @@ class Answer:
 
 
 class Handler(Protocol):
-    """What does the work inside the worker; `Session` is the real one."""
+    """The interface of what does the work inside the worker; `Session` is the real one."""
 
     facts: dict[str, Any]
 

@@ -17,7 +17,8 @@ from generator.result import Result
 PAUSES = (0.0, 0.1, 0.5, 1.0, 2.0)
 """Seconds after each noisy block. What stays noisy is said, and no fault of a kernel."""
 PAUSES_IN_ALL = 15.0
-"""Seconds: on a GPU that others use all the time, pauses would be most of what a check takes."""
+"""Seconds of all pauses: on a GPU that others use all the time, they would be most of what a check
+takes."""
 
 
 class Rechecker:
@@ -30,11 +31,11 @@ class Rechecker:
     def check(
         self, operation: str, problem: Problem, candidate: Candidate, condition: str
     ) -> Result:
-        """Accuracy against float64, the bits of seeded inputs (`extra["bits"]`), and the time
-        under a condition beside the floor, which says if it is noisy. A kernel that is wrong, or
-        that its worker did not survive, is a Result without times. operation: its name, which for
-        a forward is not that of the problem. Raises ProblemError where the problem cannot be set
-        up, NormforgeError when no GPU works any more."""
+        """Check a kernel: accuracy against float64, the bits of seeded inputs (`extra["bits"]`),
+        and the time under a condition beside the floor, which says if it is noisy. A kernel that is
+        wrong, or that its worker did not survive, is a Result without times. operation: its name,
+        which for a forward is not that of the problem. Raises ProblemError where the problem cannot
+        be set up, NormforgeError when no GPU works any more."""
         job = Job("recheck", problem, (candidate,), operation=operation)
         floor_us = self._set_up(job.probe())
         try:
@@ -57,11 +58,12 @@ class Rechecker:
         return replace(result, **fields)
 
     def causes(self) -> str:
-        """What disturbs times right now, in words; "" for nothing that is known."""
+        """Return what disturbs times right now, in words; "" when nothing known does."""
         return "; ".join(self.monitor.causes(self._supervisor.pids))
 
     def _set_up(self, probe: Job) -> float | None:
-        """So that no kernel has to answer for the time that this takes. The floor's time."""
+        """Set up the problem first, so that no kernel is charged with the time that this takes.
+        Returns the floor's time in microseconds."""
         with suppress(WorkerLostError):  # replaced, and the new one has done it
             if block := self._supervisor.call(probe).block:
                 return median(block[0])

@@ -1,5 +1,5 @@
-"""What operations find in the L2: nothing, because it is flushed before each, or what others have
-left, while inputs and outputs rotate through more memory than it has. No CUDA here."""
+"""The two states of the L2 in which operations are timed: flushed before each, or holding what
+others have left, while inputs and outputs rotate through more memory than it has. No CUDA here."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ CONDITIONS = {
 Timed = Callable[[], object]
 """Launches one whole operation on the current stream, without waiting."""
 Operation = Timed | Sequence[Timed]
-"""What is timed: a call, or the same call on one set of inputs and outputs after another."""
+"""An operation to time: a call, or the same call on one set of inputs and outputs after another."""
 
 SETS, SETS_BYTES, L2_TIMES = 6, 192 << 20, 2
-"""Sets rotate through at least so many, so many bytes, and so many times the L2."""
+"""The least through which sets rotate: so many, so many bytes, and so many times the L2."""
 MOST_SETS = 1024
-"""Of smaller inputs than so many that displace each other, there is one set, which is flushed."""
+"""The most sets that rotate. Where displacing the L2 takes more, the inputs are so small that there
+is one set, which is flushed."""
 
 
 def sets_for(set_bytes: int, l2_bytes: int, free_bytes: int) -> int:
-    """How many sets rotate, 1 for none. set_bytes: of the inputs and outputs of one; free_bytes:
-    room for more of them and for what their floors need, which can be as much again. One set is on
-    top, because what an operation reads is not yet displaced by itself."""
+    """Return the number of sets that rotate, 1 for none. set_bytes: bytes of one set of inputs and
+    outputs; free_bytes: room for more sets and for what their floors need, which can be as much
+    again. One set comes on top, because what an operation reads is not yet displaced by itself."""
     needed = -(-max(SETS_BYTES, L2_TIMES * l2_bytes) // set_bytes) + 1
     most = 1 + free_bytes // 4 // set_bytes
     if needed > min(MOST_SETS, most):
@@ -47,5 +48,5 @@ def copies(inputs: Any, number: int) -> list[Any]:
 
 
 def calls_of(operation: Operation) -> Sequence[Timed]:
-    """One for each set."""
+    """Return the calls of an operation, one for each set."""
     return operation if isinstance(operation, Sequence) else (operation,)

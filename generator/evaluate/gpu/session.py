@@ -1,6 +1,5 @@
-"""What the GPU worker does with a job. All that uses CUDA in a tuning run is in this process: this
-file, workload.py, timer.py, l2_flush.py, verify/, and the operations and launches that these call.
-"""
+"""The jobs of the GPU worker. All CUDA of a tuning run is in this process: in this file,
+workload.py, timer.py, l2_flush.py, verify/, and the operations and launches that these call."""
 
 from __future__ import annotations
 
@@ -147,7 +146,9 @@ class Session:
             checks += ("call options",)
             if not fault and not candidate.nondeterministic:
                 wrong = check_call_options(
-                    *(bench, workload.inputs, signature),
+                    bench,
+                    workload.inputs,
+                    signature,
                     candidate.batch_invariant,
                 )
                 if wrong:
@@ -161,7 +162,7 @@ class Session:
     def _recheck(self, workload: Workload, job: Job) -> Answer:
         bench = workload.bench(job.candidates[0])
         result = _accuracy_result(check_accuracy(bench, workload.inputs, workload.expected))
-        if result.outcome == "ok":  # what a wrong one left may make another launch wait
+        if result.outcome == "ok":  # a wrong kernel's leftovers may make another launch wait
             bits = bits_of(workload.operation, bench, workload.inputs)
             result = replace(result, extra={"bits": bits})
         return Answer(result)
@@ -220,7 +221,8 @@ def _sentence(error: BaseException) -> str:
 
 
 def _short_of_memory(error: RuntimeError) -> bool:
-    """Whether an error says that memory ran out: PyTorch's allocator, the driver, or cuBLAS."""
+    """Return True if an error of PyTorch's allocator, the driver or cuBLAS says that memory ran
+    out."""
     if isinstance(error, LaunchError):
         return error.code == "CUDA_ERROR_OUT_OF_MEMORY"
     said = str(error).lower()

@@ -33,8 +33,8 @@ class Timer:
         self._blocks = 0
 
     def sets(self, set_bytes: int) -> int:
-        """How many sets of inputs and outputs, with so many bytes each, operations shall have.
-        Asked before they are made."""
+        """Return the number of sets of inputs and outputs, with so many bytes each, that operations
+        shall have. It is asked before they are made."""
         if self.condition == FLUSH:
             return 1
         l2_bytes = torch.cuda.get_device_properties(self.device).L2_cache_size
@@ -43,7 +43,7 @@ class Timer:
         return sets_for(set_bytes, l2_bytes, free_bytes)
 
     def facts(self) -> dict[str, Any]:
-        """What a file says about how its times were taken."""
+        """Return the facts about how times were taken that a result file states."""
         return {
             "condition": self.condition,
             "order": "balanced",
@@ -51,13 +51,13 @@ class Timer:
         }
 
     def prepare(self, value: float) -> None:
-        """What comes before an operation on its only inputs, outside its interval. value: another
-        in each round."""
+        """Do what precedes an operation on its only inputs, outside its interval. value: written by
+        the flush, another one in each round."""
         self.cold.flush(value)
 
     def block(self, operations: Sequence[Operation], rounds: int) -> list[list[float]]:
-        """Microseconds by operation and round. Every call of them runs once, untimed, before.
-        Operations with several sets take these in turns, and nothing comes between."""
+        """Return microseconds by operation and round. Every call of them runs once, untimed,
+        before. Operations with several sets take these in turns, and nothing comes between."""
         every = [calls_of(operation) for operation in operations]
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):

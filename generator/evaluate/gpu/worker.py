@@ -48,7 +48,7 @@ class GpuWorker:
         self._facts: dict[str, Any] | None = None
 
     def ready(self) -> dict[str, Any]:
-        """Waits until the worker has its GPU; facts about the device and the driver. Raises
+        """Wait until the worker has its GPU. Returns facts about the device and the driver. Raises
         NormforgeError when it says that it cannot have one (NoGpuError when there is none) and
         WorkerLostError when it died or hung."""
         if self._facts is None:
@@ -94,7 +94,7 @@ class GpuWorker:
         return self._process.pid
 
     def kill(self) -> None:
-        """SIGKILL; the driver then ends whatever still runs on the GPU."""
+        """Send SIGKILL; the driver then ends whatever still runs on the GPU."""
         self._process.kill()
         self._process.join(30)
         self._connection.close()

@@ -1,4 +1,5 @@
-"""What the kernels of one problem work on: inputs, room for outputs, and what these have to be."""
+"""The memory that the kernels of one problem work on: inputs, room for outputs, and the results
+expected there."""
 
 from __future__ import annotations
 
@@ -42,13 +43,14 @@ class Workload:
         self._numbers: dict[str, int] = {}
 
     def number_of_sets(self, timer: Timer) -> int:
-        """How many sets rotate under the timer's condition, the same each time."""
+        """Return the number of sets that rotate under the timer's condition, the same each time."""
         if timer.condition not in self._numbers:
             self._numbers[timer.condition] = timer.sets(self.floor_bytes)
         return self._numbers[timer.condition]
 
     def sets(self, number: int) -> list[Set]:
-        """So many inputs, with places for outputs; the first are the workload's own."""
+        """Return `number` sets of inputs, with places for outputs; the first one is the workload's
+        own."""
         (inputs, places), missing = self._sets[0], number - len(self._sets)
         for more in copies(inputs, missing + 1)[1:]:
             self._sets.append((more, {name: torch.empty_like(t) for name, t in places.items()}))

@@ -1,1 +1,1 @@
-"""Predicted: a model of the compiled kernel, where the GPU is absent."""
+"""Predicts the times of compiled kernels by a model, where the GPU is absent."""

@@ -1,5 +1,5 @@
-"""What measurements taught beyond the physical terms: a factor for a prediction, from trees fitted
-offline and stored as plain data.
+"""The learned correction: a factor for a prediction that covers what the physical terms leave out,
+from trees fitted offline and stored as plain data.
 
 Fitted by `python -m benchmarks.prediction fit`; docs/prediction.md says to what and how well.
 """

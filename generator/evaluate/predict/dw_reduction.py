@@ -1,4 +1,4 @@
-"""What each way to add up dw adds to the prediction behind the main loop, in microseconds by part.
+"""The terms that each way to add up dw adds to a prediction, in microseconds by part.
 
 docs/prediction.md is the one-page account.
 """
@@ -88,4 +88,4 @@ DW_REDUCTIONS: dict[str, Callable[[Case], dict[str, float]]] = {
     "on_arrival": _on_arrival,
     "": lambda case: {},
 }
-"""By `Strategy.way`."""
+"""The term of each way to add, by `Strategy.way`."""

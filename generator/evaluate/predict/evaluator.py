@@ -1,5 +1,5 @@
-"""How long a compiled variant takes on a target that is not here: an analytical model, and a
-correction of it that was learned from measurements.
+"""Predicts how long a compiled variant takes on a target that is not here, by an analytical model
+and a correction of it that was learned from measurements.
 
 The time of the rows (`main_loop`) and of the strategy's dw reduction (`dw_reduction`) are added.
 docs/prediction.md is the one-page account. Times are microseconds throughout.
@@ -139,7 +139,7 @@ class Predictor:
         return [winner.config for winner in nearest]
 
     def agreement(self, problem: Problem, config: Config) -> float:
-        """How far a config is like those winners."""
+        """Return how much a config resembles the measured winners."""
         return agreement(self.fitted.prior.votes(problem, self.target), config)
 
     def finals(self, problem: Problem, entries: Sequence[tuple[Variant, Compiled]]) -> list[Result]:

@@ -1,5 +1,5 @@
-"""What the committed measurements taught, as stored beside this file: the learned correction, its
-error, and the measured winners.
+"""The results of fitting to the committed measurements, stored beside this file: the learned
+correction, its error, and the measured winners.
 
 `python -m benchmarks.prediction fit` writes it.
 """
@@ -25,10 +25,10 @@ FITTED_FILE = Path(__file__).with_name("fitted.json")
 
 @dataclass(frozen=True)
 class Fitted:
-    """correction, prior: as their classes say; errors: by operation the root mean square of
-    measured over predicted time, less 1, at the configs that it chose for shapes that it had not
-    seen (of other widths, and where it was not fitted to the operation, all); studies: name and
-    digest of every study file behind it."""
+    """Everything that was fitted. correction, prior: as their classes say; errors: by operation the
+    root mean square of measured over predicted time, less 1, at the configs that it chose for
+    shapes that it had not seen (of other widths, and where it was not fitted to the operation,
+    all); studies: name and digest of every study file behind it."""
 
     correction: Correction
     prior: Prior
@@ -55,7 +55,7 @@ class Fitted:
 
 @cache
 def load_fitted() -> Fitted:
-    """The one of this project."""
+    """Load the fit that is committed with this project."""
     return Fitted.from_json(json.loads(FITTED_FILE.read_text(encoding="utf-8")))
 
 

@@ -69,8 +69,8 @@ class Model:
     cluster_us: float = 1.0  # µs: start and end of a launch in clusters; estimate
 
     def smooth_max(self, a: float, b: float) -> float:
-        """At least the larger of two bounds, and more where they are alike: neither hides the other
-        completely."""
+        """Return the larger of two bounds, and more where they are alike, because neither hides the
+        other completely."""
         return float((a**self.smoothness + b**self.smoothness) ** (1 / self.smoothness))
 
 

@@ -1,4 +1,5 @@
-"""What won on measured GPUs: where a search of predictions begins, and how its ties are broken.
+"""The prior from winners on measured GPUs: it says where a search of predictions begins, and how
+its ties are broken.
 
 The model cannot tell apart what it predicts within its error, and knobs such as the store's hint it
 does not see at all. There the winners of the nearest measured shapes decide.
@@ -34,8 +35,8 @@ class Measured:
     config: Config
 
     def distance(self, problem: Problem, target: Target) -> float:
-        """In powers of 2 of the rows of an SM and of the columns; what else differs counts as a
-        part of one."""
+        """Return the distance to a problem on a target, in powers of 2 of the rows per SM and of
+        the columns; other differences count as a fraction of one."""
         own = self.problem
         rows = log2(own.M / self.sms * target.sms / problem.M)
         return (
@@ -92,6 +93,6 @@ class Prior:
 
 
 def agreement(votes: Mapping[tuple[str, int | str], float], config: Config) -> float:
-    """How far a config is like what won: by its strategy, then by its carried knobs."""
+    """Return how much a config resembles what won: by its strategy, then by its carried knobs."""
     carried = sum(votes.get((knob, config[knob]), 0.0) for knob in CARRIED)
     return round(votes.get(("strategy", config["strategy"]), 0.0) + _CARRIED_WEIGHT * carried, 6)

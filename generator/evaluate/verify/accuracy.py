@@ -1,4 +1,4 @@
-"""Outputs against float64."""
+"""Compares outputs with float64."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def compare_all(outputs: Mapping[str, torch.Tensor], expected: Mapping[str, Boun
 
 
 def check_accuracy(bench: Bench, inputs: Any, expected: Mapping[str, Bound]) -> Accuracy:
-    """One run on poisoned outputs and workspace against what every output has to be."""
+    """Compare one run on poisoned outputs and workspace with what every output has to be."""
     bench.arm()
     bench.poison()
     bench.run(inputs)

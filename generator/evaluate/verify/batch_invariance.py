@@ -1,4 +1,4 @@
-"""Whether the bits of a batch-invariant kernel depend on the rows alone."""
+"""Checks that the bits of a batch-invariant kernel depend on the rows alone."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from normforge.launch.loaded_kernel import LoadedKernel
 from normforge.spec import CHUNK_ROWS, KernelSpec, ceil_div, plan_launch
 
 CASES = 12
-"""Of a finalist; each takes three to five launches."""
+"""Random batches of rows that are checked of each finalist; each takes three to five launches."""
 LEAST_ROWS = 4 * CHUNK_ROWS + 300
-"""Of the whole batch; smaller ones are repeated. Any kernel may be asked to serve so many."""
+"""The fewest rows of the whole batch; smaller ones are repeated. Any kernel may be asked to serve
+so many."""
 _PADDING = (0, 64)
 """Elements between rows: a multiple of every vector."""
 
@@ -75,8 +76,8 @@ class _Batch:
         )
 
     def run(self, sms: int, total: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """dx, and dw in fp32, with the grid of a GPU of `sms` multiprocessors. total: dw is added
-        to it."""
+        """Return dx, and dw in fp32, with the grid of a GPU of `sms` multiprocessors. total: dw is
+        added to it."""
         given, spec = self.inputs, self.kernel.spec
         M, N = given.x.shape
         launch = plan_launch(replace(spec, sms=sms), M)
@@ -104,7 +105,7 @@ def _repeated(inputs: Inputs, times: int) -> Inputs:
 
 
 def _padded(rows: torch.Tensor, padding: int) -> torch.Tensor:
-    """The same rows at another stride."""
+    """Return the rows as a view of a matrix with a larger stride."""
     if not padding:
         return rows
     M, N = rows.shape

@@ -54,7 +54,8 @@ class Bench:
         return {name: guarded.inside.clone() for name, guarded in self.outputs.items()}
 
     def fault(self) -> str:
-        """What the last run left behind that it should not have."""
+        """Return what is wrong with the memory that the last run left behind, "" when nothing
+        is."""
         if not all(guarded.intact() for guarded in (*self.outputs.values(), self.workspace)):
             return WROTE_OUTSIDE
         if bool(self.clean.any()):

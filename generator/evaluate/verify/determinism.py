@@ -1,4 +1,4 @@
-"""Whether the bits of a kernel are the same in every run, and for every call option."""
+"""Checks that the bits of a kernel are the same in every run, and for every call option."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RUNS = 20
 
 
 def equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of one shape and dtype have the same bits; a NaN equals itself."""
+    """Return True if two tensors of one shape and dtype have the same bits; a NaN equals itself."""
     return bool(torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)))
 
 
@@ -50,8 +50,8 @@ def check_repeats(
 def check_call_options(
     bench: Bench, inputs: Any, signature: Signature, batch_invariant: bool = False
 ) -> str:
-    """What a call may ask of any kernel at run time, each compared bit by bit with plain calls: any
-    output left out, no columns, sums as fp32 and added to an fp32 buffer, rows as the heads of
+    """Compare calls with options that any kernel accepts at run time with plain calls, bit by bit:
+    any output left out, no columns, sums as fp32 and added to an fp32 buffer, rows as the heads of
     packed tensors. batch_invariant: sums are added to a buffer chunk by chunk (CHUNK_ROWS). Returns
     "" or what differed."""
     bench.arm()
@@ -100,8 +100,8 @@ def check_call_options(
 def _check_sums(
     bench: Bench, inputs: Any, name: str, plain: Mapping[str, torch.Tensor], in_chunks: bool
 ) -> str:
-    """Sums over the rows as fp32, and added to an fp32 buffer. in_chunks: they are added to a
-    buffer chunk by chunk, which other bits than those of zeros would show."""
+    """Compare sums over the rows as fp32, and added to an fp32 buffer. in_chunks: they are added to
+    a buffer chunk by chunk, which other bits than those of zeros would show."""
     sums = bench.outputs[name].tensor
     wide = Guarded((sums.numel(),), torch.float32, sums.device)
     wide.poison()

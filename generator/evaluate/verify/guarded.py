@@ -29,7 +29,7 @@ class Guarded:
         self.buffer[GUARD_BYTES + self.bytes :] = _GUARD
 
     def poison(self, byte: int = 0xFF) -> None:
-        """0xFF in every byte is a NaN in every dtype served."""
+        """Fill the inside with one byte. 0xFF in all of them is a NaN in every dtype served."""
         self.inside.fill_(byte)
 
     def intact(self) -> bool:

@@ -22,7 +22,7 @@ from normforge import operations
 
 _WORD = 0xFFFFFFFF
 _POWERS = 11
-"""Of two, from 0: by which rows of the incoming gradient are larger."""
+"""The number of powers of 2, from 1, by which rows of the incoming gradient are scaled."""
 
 
 def bits_of(operation: Operation, bench: Bench, inputs: Any) -> str:
@@ -31,8 +31,9 @@ def bits_of(operation: Operation, bench: Bench, inputs: Any) -> str:
 
 
 def seeded(operation: Operation, inputs: Any) -> Any:
-    """Such inputs. Where an operation sums over rows, the second half of the rows takes back, but
-    for small noise, what the first half adds: then the order of a sum shows in its bits."""
+    """Return inputs of the same shapes and dtypes that have the same bits everywhere. Where an
+    operation sums over rows, the second half of the rows takes back, but for small noise, what the
+    first half adds: then the order of a sum shows in its bits."""
     tensors = {
         field.name: value
         for field in fields(inputs)
@@ -81,8 +82,8 @@ def _words(start: int, count: int, seed: int, device: torch.device) -> torch.Ten
 
 
 def _take_back(first: torch.Tensor, second: torch.Tensor) -> None:
-    """Rows of different sizes, and rows that are the negative of these but for a small part of
-    their own numbers, rounded once."""
+    """Return rows of different sizes, and rows that are the negative of these but for a small part
+    of their own numbers, rounded once."""
     for part in row_slices(*first.shape):
         rows = torch.arange(part.start, part.stop, device=first.device)
         sizes = _power((rows * 7) % _POWERS)[:, None]

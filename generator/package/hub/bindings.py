@@ -117,7 +117,7 @@ class CUlaunchConfig(ctypes.Structure):
         self._attributes = array if attributes else None  # the structure keeps the array
 
     def getPtr(self) -> int:
-        """Its address."""
+        """Return the address of the structure."""
         return ctypes.addressof(self)
 
 
@@ -161,8 +161,12 @@ cuGraphRetainUserObject = _call("cuGraphRetainUserObject", c_void_p, c_void_p, c
 _exchange_mode = _function("cuThreadExchangeStreamCaptureMode", POINTER(c_int))
 _capture_info = _function(
     "cuStreamGetCaptureInfo_v2",
-    *(c_void_p, POINTER(c_int), POINTER(c_uint64)),
-    *(POINTER(c_void_p), c_void_p, c_void_p),
+    c_void_p,
+    POINTER(c_int),
+    POINTER(c_uint64),
+    POINTER(c_void_p),
+    c_void_p,
+    c_void_p,
 )
 
 

@@ -22,7 +22,7 @@ from generator.problem import RMSNORM_BACKWARD
 from normforge.table import ForwardTable, Table
 
 WITH_LAYERS = (RMSNORM_BACKWARD,)
-"""Those that have layers to export."""
+"""Operations that have layers to export."""
 VARIANT = "torch-cuda"
 """The build for any PyTorch with CUDA: nothing in it is compiled against PyTorch."""
 METADATA = "metadata.json"
@@ -57,7 +57,7 @@ def export_package(package: Path, folder: Path, gpu: str | None = None) -> Table
 
 
 def _is_export(folder: Path) -> bool:
-    """Whether all of a folder is a repository that was exported."""
+    """Return True if all of a folder is a repository that was exported."""
     build = folder / "build"
     if {path.name for path in folder.iterdir()} - _TOP:
         return False
@@ -71,7 +71,7 @@ def _write_build(build: Path, package: Path) -> None:
     """The importable part, without its metadata. Raises OSError, ValueError."""
     copy_kernels(package, build)
     add_library(build)
-    for name in ("pyproject.toml", "LICENSE", "py.typed"):  # for pip, which does not see this one
+    for name in ("pyproject.toml", "LICENSE", "py.typed"):  # pip does not see this folder
         (build / name).unlink()
     shutil.copyfile(Path(__file__).with_name("bindings.py"), build / _BINDINGS)
     with (build / "__init__.py").open("a", encoding="utf-8") as init:
@@ -80,7 +80,8 @@ def _write_build(build: Path, package: Path) -> None:
 
 
 def _metadata(build: Path, table: Table) -> dict[str, object]:
-    """What `kernels` reads. The id becomes the module's name, so it changes with the content."""
+    """Return the metadata that `kernels` reads. The id becomes the module's name, so it changes
+    with the content."""
     content = hashlib.sha256()
     for path in sorted(path for path in build.rglob("*") if path.is_file()):
         content.update(f"{path.relative_to(build).as_posix()}\0".encode() + path.read_bytes())
@@ -96,7 +97,7 @@ def _metadata(build: Path, table: Table) -> dict[str, object]:
 
 
 def _capability(arch: str) -> str:
-    """sm_90a as `kernels` writes it: 9.0a."""
+    """Return the compute capability of an arch as `kernels` writes it, 9.0a for sm_90a."""
     digits = arch.removeprefix("sm_").removesuffix("a")
     return f"{digits[:-1]}.{digits[-1]}" + ("a" if arch.endswith("a") else "")
 

@@ -107,4 +107,4 @@ its threads happen to run."""
 PREDICTED = """\
 **{unverified}** They are written so that no result depends on the order in which threads happen to
 run, and they repeated their bits on an emulator; on the GPU this is not verified."""
-"""What the card says of bits."""
+"""The card's text about the bits of predicted kernels."""

@@ -34,7 +34,7 @@ def drawn_last(ticket: str) -> list[Event]:
 
 
 def broadcast() -> list[Event]:
-    """The same for another of its threads."""
+    """Return the events of another thread of that CTA."""
     return [
         event("cta_barrier", "B's barrier", "B"),
         event("cta_barrier", "B's broadcast", "B broadcast"),
@@ -108,7 +108,8 @@ TWO_LEVELS = Protocol(
                 event("take_ticket", "B's ticket of groups", "groups", value=1),
             ],
             [
-                *(*broadcast(), event("load_workspace", "row of A", "row A")),
+                *broadcast(),
+                event("load_workspace", "row of A", "row A"),
                 event("store_workspace_word", "sum of B", "group", value=2, plus=("row of A",)),
                 event("cta_barrier", "B's barrier after its sum", "B summed"),
             ],
@@ -199,7 +200,8 @@ BULK_FREE = Protocol(
             "B",
             [*B_SENDS, *drawn_last("B's ticket")[1:]],
             [
-                *(*B_HOLDS, *broadcast()[1:]),
+                *B_HOLDS,
+                *broadcast()[1:],
                 event("load_workspace", "sum", "sums"),
                 event("store_workspace", "zero", "sums"),
             ],

@@ -35,7 +35,7 @@ def program(*ctas: list[Thread], **initial: int) -> Program:
 
 
 def sees(**values: int) -> Callable[[Outcome], bool]:
-    """Whether one of these reads sees another value than this."""
+    """Return a predicate of outcomes: one of these reads sees another value than this."""
     return lambda outcome: any(
         outcome[label.replace("_", " ")] != value for label, value in values.items()
     )
@@ -72,7 +72,9 @@ def sends(name: str, value: int, bulk: str, *before: Event) -> tuple[list[Event]
     """Thread 0 and another one of a CTA that sends its partial dw by the copy engine."""
     barrier = event("cta_barrier", f"{name}'s barrier", name)
     issuer = [
-        *(barrier, *before, bulk_out(bulk, f"{name}'s bulk copy", "sums", f"shared {name}")),
+        barrier,
+        *before,
+        bulk_out(bulk, f"{name}'s bulk copy", "sums", f"shared {name}"),
         event("bulk_wait_written", f"{name}'s wait"),
         event("fence_async_global", f"{name}'s fence after the wait"),
     ]

@@ -51,7 +51,9 @@ COLUMN_SLICES = Protocol(
             [
                 event("cta_barrier", "A's barrier", "A"),
                 event(
-                    *("book_in_order", "A arrives", "ledger"),
+                    "book_in_order",
+                    "A arrives",
+                    "ledger",
                     value=ARRIVAL - (3 * ARRIVAL + START),
                 ),
             ],
@@ -103,7 +105,9 @@ def handing_over(place: int, launch: int) -> list[Thread]:
             [
                 event("book_and_read", f"A arrives {name}", "ledger", value=ARRIVAL - WHOLE),
                 event(
-                    *("book_and_read", f"A hands over {name}", "ledger"),
+                    "book_and_read",
+                    f"A hands over {name}",
+                    "ledger",
                     value=HANDOVER,
                     want=lambda before: not complete(before),
                 ),
@@ -115,7 +119,9 @@ def handing_over(place: int, launch: int) -> list[Thread]:
             "B",
             [
                 event(
-                    *("book_and_read", f"B arrives {name}", "ledger"),
+                    "book_and_read",
+                    f"B arrives {name}",
+                    "ledger",
                     value=ARRIVAL,
                     want=equals(ARRIVAL - WHOLE + HANDOVER),
                 ),
@@ -188,7 +194,9 @@ VOID_ENTRY = Protocol(
             [
                 event("book_in_order", "C arrives", "ledger", value=ARRIVAL),
                 event(
-                    *("book_and_read", "C hands over", "ledger"),
+                    "book_and_read",
+                    "C hands over",
+                    "ledger",
                     value=HANDOVER,
                     want=lambda before: not complete(before),
                 ),

@@ -87,7 +87,9 @@ STAGE_REUSED = Protocol(
             "A",
             [
                 *fetch("row", 1, "landed"),
-                *(event("mbarrier_wait", "wait", "landed"), DONE, HELD),
+                event("mbarrier_wait", "wait", "landed"),
+                DONE,
+                HELD,
                 bulk_out("bulk_store", "bulk copy", "row A", STAGE),
                 event("bulk_wait_written", "full wait"),
                 event("load_workspace", "sent", "row A"),
@@ -168,7 +170,8 @@ def row_sums(cumulative: bool) -> Protocol:
                 "B",
                 [received, event("load_shared", "sum of A", "shared B 0"), met],
                 [
-                    *(received, met),
+                    received,
+                    met,
                     store_cluster("B's sum", "shared A 1", 1, "A batch 1", cumulative),
                 ],
                 cluster="cluster",
@@ -186,7 +189,8 @@ def row_sums(cumulative: bool) -> Protocol:
 
 
 def refill_in_cluster(cumulative: bool) -> Protocol:
-    """As REFILL, behind the completed exchange of row sums instead of a barrier of the CTA."""
+    """Return the protocol of REFILL, behind the completed exchange of row sums instead of a barrier
+    of the CTA."""
     wait = event("mbarrier_wait", "wait", "landed 0")
     return Protocol(
         "a stage overwritten before it is read, or read before it is filled",
@@ -200,7 +204,8 @@ def refill_in_cluster(cumulative: bool) -> Protocol:
                     *fetch("next row", 2, "landed 1"),
                 ],
                 [
-                    *(wait, event("load_shared_packet", "first", STAGE)),
+                    wait,
+                    event("load_shared_packet", "first", STAGE),
                     store_cluster("sum", "shared sums", 1, "sums", cumulative),
                 ],
                 cluster="cluster",

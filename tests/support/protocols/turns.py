@@ -84,7 +84,8 @@ TURNS_AGAIN = Protocol(
         cta(
             "C",
             [
-                *(ticket("C", 2), waits("C", "turn of groups")),
+                ticket("C", 2),
+                waits("C", "turn of groups"),
                 event("store_relaxed", "tickets set back", "tickets"),
                 event("store_relaxed", "turn in group set back", "turn in group"),
                 event("store_relaxed", "turn of groups set back", "turn of groups"),
@@ -115,7 +116,9 @@ TURNS_AGAIN = Protocol(
 
 A_FIRST, A_STORED = sends("A", 1, "bulk_store")
 B_NEXT, B_STORED = sends(
-    *("B", 2, "bulk_add"),
+    "B",
+    2,
+    "bulk_add",
     event("load_acquire", "B's look", "turn", want=equals(1)),
     event("fence_async_global", "B's fence before the copy"),
 )
@@ -130,11 +133,14 @@ BULK_TURNS = Protocol(
         cta(
             "B",
             [
-                *(*B_NEXT, LANDED, HANDED),
+                *B_NEXT,
+                LANDED,
+                HANDED,
                 event("store_release", "B passes", "turn of groups", value=1),
             ],
             [
-                *(*B_STORED, LANDED),
+                *B_STORED,
+                LANDED,
                 event("load_workspace", "sum", "sums"),
                 event("store_workspace", "B's total", "sums", plus=("sum",), value=10),
                 HANDED,
