@@ -10,7 +10,7 @@ from typing import ClassVar
 MAIN_KERNEL = "rmsnorm_backward"
 SUM_KERNEL = "sum_partials"
 """The `extern "C"` names in a cubin of RMSNorm's backward; the first is the operation's in others,
-and the second exists for the strategy `separate` only."""
+and the second exists where `KernelSpec.way` says so."""
 FORWARD_KERNELS = ("rmsnorm_forward", "rmsnorm_forward_residual")
 """The `extern "C"` names in every forward cubin: without and with a residual."""
 
@@ -39,13 +39,16 @@ class KernelSpec:
     """The facts of one compiled variant that its launches need.
 
     N: row length, or with exact False the longest one served, and `least` the shortest. threads,
-    sum_threads: CTA sizes of the main and the second kernel. columns: sums over rows of one CTA,
-    one or more for every column. partial_stride: floats from one partial row of dw to the next.
-    rows_in_flight: rows of a batch, which the threads of a team work on at once (the knob of this
-    name counts those of one thread); rows_per_cta: teams of a CTA. sms: multiprocessors the grid
-    counts on, UNBOUNDED for as many CTAs as rows need; they are stored and not those of the device,
-    so that the order of every sum is fixed, too. vector_bytes: alignment that pointers and row
-    strides need.
+    sum_threads: CTA sizes of the main and the second kernel. way: who adds up the partial sums over
+    rows that CTAs have, and so which memory there is between them. Each leaves its own in a row of
+    the workspace, of which all CTAs sum `slices`, or slices whose words say themselves that they
+    are there (`flagged_slices`), or the `last_cta` or a `second_kernel` sums; or each adds its own
+    to those before, `in_turns` or `on_arrival`; "" without sums. partial_columns: sums over rows of
+    one CTA, one or more for every column. partial_stride: floats from one partial row of dw to the
+    next. batch_rows: rows of a batch, which the threads of a team work on at once; rows_per_cta:
+    teams of a CTA. sms: multiprocessors the grid counts on, UNBOUNDED for as many CTAs as rows
+    need; they are stored and not those of the device, so that the order of every sum is fixed, too.
+    vector_bytes: alignment that pointers and row strides need.
     offset: adds a number to the weight; residual: dtype of the residual's gradient that it adds to
     dx, "" for none. operation: also the name of the main kernel. run_rows, group_rows: of a
     batch-invariant kernel, else 0: rows that a CTA adds up at once, and rows whose runs are added
@@ -66,15 +69,13 @@ class KernelSpec:
     sum_threads: int
     smem_bytes: int
     vector_bytes: int
-    columns: int
+    partial_columns: int
     partial_stride: int
     slice_columns: int
-    rows_in_flight: int
+    batch_rows: int
     rows_per_cta: int
     cluster: int
     dependent: bool
-    accumulates: bool
-    turns: bool
     levels: int
     ctas_per_sm: int
     even_grid: bool
@@ -82,12 +83,13 @@ class KernelSpec:
     offset: bool = False
     residual: str = ""
     least: int = 1
-    # The repr leaves it out: what is identified by that had no such field.
+    # The repr leaves it out: what the tuner identifies by that had no such field.
     operation: str = field(default=MAIN_KERNEL, repr=False)
     run_rows: int = field(default=0, repr=False)
     group_rows: int = field(default=0, repr=False)
     leaves: str = field(default="", repr=False)
     producer: bool = field(default=False, repr=False)
+    way: str = field(default="", repr=False)
 
     @cached_property
     def participants(self) -> int:
@@ -101,13 +103,17 @@ class KernelSpec:
     def ledger_words(self) -> int:
         """uint32 words of one rank's ledger: its two words, then a place for every slice that is
         handed over; whole lines of 128 bytes."""
-        return round_up(2 + ceil_div(self.columns, self.slice_columns), 32)
+        return round_up(2 + ceil_div(self.partial_columns, self.slice_columns), 32)
+
+    @property
+    def has_second_kernel(self) -> bool:
+        return self.way == "second_kernel"
 
     def idle(self, M: int) -> float:
         """Rows that the largest grid would work on in the time that it takes for M, by M."""
         if self.sms == UNBOUNDED:
             return 1.0
-        at_once = self.participants * self.rows_per_cta * self.rows_in_flight
+        at_once = self.participants * self.rows_per_cta * self.batch_rows
         return ceil_div(M, at_once) * at_once / M
 
 
@@ -186,9 +192,10 @@ class Launch:
 
 
 def plan_launch(spec: KernelSpec, M: int) -> Launch:
-    """The launch of `spec` for M >= 1 rows. The first team of every CTA has a batch: a CTA of
-    `mailbox` that arrives early does so when its first team begins its last one. Raises ValueError
-    for more rows than a batch-invariant kernel can count."""
+    """The launch of `spec` for M >= 1 rows. The first team of every CTA has a batch: a CTA that
+    arrives early does so when its first team begins its last one. Raises ValueError for more rows
+    than a batch-invariant kernel can count, and for a way to add that this library does not know.
+    """
     if spec.run_rows:
         if M >= _MOST_ROWS_IN_RUNS:
             raise ValueError(
@@ -197,7 +204,7 @@ def plan_launch(spec: KernelSpec, M: int) -> Launch:
             )
         needed = _units(spec, M, _whole_groups(spec, M, 1) if spec.leaves == "groups" else 0)
     else:
-        needed = ceil_div(M, spec.rows_in_flight * spec.rows_per_cta)
+        needed = ceil_div(M, spec.batch_rows * spec.rows_per_cta)
     participants = min(spec.participants, needed)
     if spec.even_grid:
         participants = ceil_div(needed, ceil_div(needed, spec.participants))
@@ -208,8 +215,8 @@ def plan_launch(spec: KernelSpec, M: int) -> Launch:
         group = _whole_groups(spec, M, participants)
         partials = _units(spec, M, group)
     sum_grid = 0
-    if spec.strategy == "separate":
-        sum_grid = ceil_div(spec.columns, spec.slice_columns) * spec.cluster
+    if spec.has_second_kernel:
+        sum_grid = ceil_div(spec.partial_columns, spec.slice_columns) * spec.cluster
     counters, zeroed, scratch = _workspace(spec, participants, groups, partials)
     return Launch(
         grid=participants * spec.cluster,
@@ -228,24 +235,24 @@ def _workspace(
 ) -> tuple[int, int, int]:
     """The counters, zeroed words and words of scratch of a launch. groups: of participants;
     partials: sums that are left of each column."""
-    row = spec.partial_stride * spec.cluster
-    counters = zeroed = scratch = 0
-    if spec.accumulates:
-        counters, zeroed = spec.cluster, row  # arrivals; the sums themselves
-    elif spec.turns:
-        counters = 1 + groups + 1  # start tickets; turns in every group; turns of the groups
-        scratch = groups * row
-    elif spec.strategy == "last_cta":
-        counters = spec.cluster * (groups + 1)  # arrivals in every group; groups done
-        scratch = (participants + (groups if spec.levels == 2 else 0)) * row
-    elif spec.strategy == "column_slices":
-        counters = spec.cluster * spec.ledger_words
-        scratch = partials * row
-    elif spec.strategy == "mailbox":
-        counters, zeroed = spec.cluster * spec.ledger_words, participants * row
-    elif spec.strategy == "separate":
-        scratch = partials * row
-    return counters, zeroed, scratch
+    ranks, row = spec.cluster, spec.partial_stride * spec.cluster
+    match spec.way:
+        case "":
+            return 0, 0, 0
+        case "slices":
+            return ranks * spec.ledger_words, 0, partials * row
+        case "flagged_slices":
+            return ranks * spec.ledger_words, participants * row, 0
+        case "second_kernel":
+            return 0, 0, partials * row
+        case "last_cta":  # arrivals in every group; groups done
+            sums = participants + (groups if spec.levels == 2 else 0)
+            return ranks * (groups + 1), 0, sums * row
+        case "in_turns":  # start tickets; turns in every group; turns of the groups
+            return 1 + groups + 1, 0, groups * row
+        case "on_arrival":  # arrivals; the sums themselves
+            return ranks, row, 0
+    raise ValueError(f"{spec.name} adds in a way of another version: {spec.way}")
 
 
 def _whole_groups(spec: KernelSpec, M: int, participants: int) -> int:

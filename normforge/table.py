@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from .cubins import AGAIN, read_cubin
+from .older_tables import FORMAT_BEFORE, todays_spec
 from .spec import ForwardSpec, KernelSpec
 
-FORMAT = 4
-"""Version of both tables: a package and its own runtime always agree on it."""
+FORMAT = 5
+"""Version of both tables. The one before is read, too."""
 TABLE = "table.json"
 FORWARD_TABLE = "forward.json"
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -203,26 +204,24 @@ def _read(
 ) -> tuple[dict[str, Any], tuple[TunedOf[S], ...], tuple[KernelOf[S], ...]]:
     """Target, tuned and fallback kernels of a table. Raises ValueError, OSError."""
     names = {known.name for known in fields(spec_of)}
-    newer = names & {
-        "operation",
-        "run_rows",
-        "group_rows",
-        "leaves",
-        "producer",
-    }  # than some tables
+    # Newer than some tables:
+    newer = names & {"operation", "run_rows", "group_rows", "leaves", "producer"}
+    old = False
 
     def kernel(data: dict[str, Any]) -> KernelOf[S]:
         # This does what the constructor does, which takes 2 ms for a few hundred frozen objects.
-        if data["spec"].keys() | newer != names:
+        said = todays_spec(data["spec"]) if old and spec_of is KernelSpec else data["spec"]
+        if said.keys() | newer != names:
             raise ValueError(f"the spec of {data['file']} has other fields")
         spec = object.__new__(spec_of)
-        vars(spec).update(data["spec"])
+        vars(spec).update(said)
         return KernelOf(**{**data, "spec": spec})
 
     try:
         text = path.read_bytes().decode()  # unlike read_text, this keeps the ends of lines
         data = json.loads(text)
-        if data["format"] == FORMAT:
+        old = data["format"] == FORMAT_BEFORE
+        if old or data["format"] == FORMAT:
             if "digest" in data and text != seal(_DIGEST.sub("{\n", text)):
                 raise ValueError("its digest is not that of what it says")
             if data["target"].keys() != _TARGET_FACTS:

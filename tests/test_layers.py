@@ -27,7 +27,12 @@ LAYERS = (
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names.split()}
 LIBRARY_LAYERS = (
-    *("identity cubins spec torch_internals operations", "table", "collected", "launch"),
+    *(
+        "identity cubins spec older_tables torch_internals operations",
+        "table",
+        "collected",
+        "launch",
+    ),
     *("serve native frontends api", "own", "packages"),
     *("gated_packages", "gated rmsnorm layernorm batch_invariant torchtitan"),
 )

@@ -191,7 +191,7 @@ def _request(
     addresses += zip(arguments.workspace_at, ("counters", "zeroed", "scratch"), strict=True)
     addresses += [(at, "scratch") for at in arguments.scratch_at]
     wants_sums = signature.sums is not None and signature.sums.name not in options.without
-    numbers = spec.columns if spec.exact or spec.cluster > 1 else signature.column_sums * N
+    numbers = spec.partial_columns if spec.exact or spec.cluster > 1 else signature.column_sums * N
     fields = {
         "grid": launch.grid,
         "sum_grid": launch.sum_grid if wants_sums else 0,

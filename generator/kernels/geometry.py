@@ -126,7 +126,7 @@ class Geometry(RowGeometry):
         """Columns that a CTA of the tail sums at once."""
         if self["slice_columns"]:
             return int(self["slice_columns"])
-        if self.strategy.tail == "last_cta":
+        if self.strategy.way == "last_cta":
             return min(self.partial_stride, 4 * self.threads)
         return 0
 

@@ -48,6 +48,8 @@ class Variant(Geometry):
         waits = self.strategy is not NO_SUMS
         yield waits and not self.sums.column_sums, f"'{self.strategy}' without sums over the rows"
         yield not waits and self.sums.column_sums > 0, "sums over the rows and no strategy"
+        unknown = self.run_rows > 0 and not self.strategy.group_fragments
+        yield unknown, f"'{self.strategy}' of groups of rows, for which it has no code"
         # CTAs that wait for others wait for ever where those never start.
         yield waits and self["grid"] == "rows", f"'{self.strategy}' and more CTAs than fit at once"
         per_row = self["threads_per_row"]
@@ -60,7 +62,7 @@ class Variant(Geometry):
         yield crowded, f"a producer and {self.teams} teams, which need a barrier each and one more"
         # Others take the number of columns of a CTA for a constant, or for that of the whole row.
         any_row = self.teams == 1 and self.elements % 4 == 0 and self["pipeline"] != "bulk"
-        any_row &= self.strategy.tail == "second_kernel" and not self.run_rows
+        any_row &= self.strategy.way == "second_kernel" and not self.run_rows
         any_row &= self.N % (cluster * self.elements) == 0
         yield cluster > 1 and not self.exact and not any_row, "a cluster and any N"
         yield self.exact and self.N % cluster != 0, "CTAs of a cluster with unequal parts of a row"
@@ -117,15 +119,13 @@ class Variant(Geometry):
             sum_threads=self["sum_threads"],
             smem_bytes=self.smem_bytes,
             vector_bytes=self["vector_bytes"],
-            columns=self.partial_columns,
+            partial_columns=self.partial_columns,
             partial_stride=self.partial_stride,
             slice_columns=self["slice_columns"],
-            rows_in_flight=self.batch_rows,
+            batch_rows=self.batch_rows,
             rows_per_cta=self["rows_per_cta"],
             cluster=self["cluster"],
             dependent=self["overlap"] == "dependent",
-            accumulates=self.strategy.adds == "on_arrival",
-            turns=self.strategy.adds == "in_turns",
             levels=self["levels"],
             ctas_per_sm=self["ctas_per_sm"],
             even_grid=self["grid"] == "even",
@@ -135,6 +135,7 @@ class Variant(Geometry):
             group_rows=self.group_rows,
             leaves=self["leaves"] if self.run_rows else "",
             producer=self.producer,
+            way=self.strategy.way,
             **shape_fields(self),
         )
 

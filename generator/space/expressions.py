@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from generator.errors import NormforgeError
 from generator.kernels.geometry import Geometry
 from generator.kernels.knobs import KNOBS
+from generator.kernels.strategies import REDUCTION_KNOBS
 from generator.kernels.variant import shape_fields
 from generator.problem import Problem
 from generator.target import Target
@@ -58,11 +59,11 @@ def _participants(v: Geometry, target: Target) -> int:
 
 
 class Derived(NamedTuple):
-    """A number that follows from a config. knobs: those that it needs, as far as a space has them;
-    value: computes it."""
+    """A number that follows from a config. knobs: those that it needs, as far as a space has them; value:
+    computes it."""
 
     knobs: tuple[str, ...]
-    value: Callable[[Geometry, Problem, Target], int]
+    value: Callable[[Geometry, Problem, Target], Any]
 
 
 _ROW = ("cluster", "threads_per_row", "vector_bytes")
@@ -121,6 +122,13 @@ DERIVED: dict[str, Derived] = {
         lambda v, p, t: v["ctas_per_sm"] * t.smem_of_cta(v.smem_bytes),
     ),
 }
+
+"""Numbers, from which a search learns, too."""
+IMPLIED = DERIVED | {
+    "way": Derived(REDUCTION_KNOBS, lambda v, p, t: v.strategy.way),
+    "bulk_adds": Derived(REDUCTION_KNOBS, lambda v, p, t: v.strategy.bulk_adds),
+}
+"""All names that follow from a config: the numbers, and facts of its strategy."""
 
 MOST_CHARACTERS = 1000
 _ALLOWED = (
@@ -195,8 +203,8 @@ class Expression:
     @property
     def knobs(self) -> frozenset[str]:
         """The knobs that its value depends on, also through derived names."""
-        derived = self.names & DERIVED.keys()
-        needed = self.names.union(*(DERIVED[name].knobs for name in derived))
+        implied = self.names & IMPLIED.keys()
+        needed = self.names.union(*(IMPLIED[name].knobs for name in implied))
         return needed & KNOBS.keys()
 
     def __call__(self, names: Mapping[str, Any]) -> Any:
@@ -222,4 +230,4 @@ class Names(dict[str, Any]):
         self.geometry = Geometry(self, exact=exact, in_blocks=in_blocks, **shape_fields(problem))
 
     def __missing__(self, name: str) -> Any:
-        return DERIVED[name].value(self.geometry, self.problem, self.target)
+        return IMPLIED[name].value(self.geometry, self.problem, self.target)

@@ -14,7 +14,7 @@ from generator.kernels.knobs import KNOBS
 from generator.own_files import space_of
 from generator.paths import SEARCH_SPACES
 from generator.problem import ITEMSIZE, RMSNORM_BACKWARD
-from generator.space.expressions import DERIVED, GIVEN_NAMES, Expression
+from generator.space.expressions import GIVEN_NAMES, IMPLIED, Expression
 from generator.space.space import Fixed, Knob, Rule, Space
 
 UNPREDICTED = ("pipeline", "producer")
@@ -34,7 +34,7 @@ SPACE_FILE = space_file()
 def load_space(path: Path = SPACE_FILE) -> Space:
     """Read and check a space. Raises NormforgeError with the file, the place and the fault."""
     content = _read(path)
-    known = {*GIVEN_NAMES, *DERIVED}
+    known = {*GIVEN_NAMES, *IMPLIED}
     knobs: list[Knob] = []
     for name, entry in content["knobs"].items():
         knobs.append(_read_knob(path, name, entry, known, {knob.name for knob in knobs}))
@@ -131,7 +131,7 @@ def _read_fixed(path: Path, entries: Any, knobs: Mapping[str, Knob]) -> tuple[Fi
 def read_rules(path: Path | str, entries: Sequence[Any], knobs: Set[str]) -> tuple[Rule, ...]:
     """Rules as a space's file has them. path: of the file, for the sentence of a NormforgeError;
     knobs: those of the space."""
-    known = {*GIVEN_NAMES, *DERIVED, *knobs}
+    known = {*GIVEN_NAMES, *IMPLIED, *knobs}
     rules: list[Rule] = []
     for entry in entries:
         rule = _read_rule(path, entry, known)
@@ -170,8 +170,8 @@ def _read_knob(path: Path, name: Any, entry: Any, known: set[str], above: set[st
         if later:
             raise NormforgeError(f"{where}: 'when' looks at '{later[0]}', which comes later")
         # Derived names are resolved at the knob's place; those that need a later knob are refused.
-        for used in expression.names & DERIVED.keys():
-            late = sorted(set(DERIVED[used].knobs) - above)
+        for used in expression.names & IMPLIED.keys():
+            late = sorted(set(IMPLIED[used].knobs) - above)
             if late:
                 raise NormforgeError(
                     f"{where}: 'when' uses {used}, which needs the later knob '{late[0]}'"

@@ -76,7 +76,7 @@ class LoadedKernel:
             return plain, with_residual
         main = function(self.spec.operation)
         self._allow(main)
-        return main, function(SUM_KERNEL) if self.spec.strategy == "separate" else None
+        return main, function(SUM_KERNEL) if self.spec.has_second_kernel else None
 
     def _allow(self, function: Any) -> None:
         """Opt in to the shared memory and the cluster of a function."""

@@ -118,8 +118,8 @@ def run(operation: RowOperation, inputs: Any, *planted: str, grid: int = 1, **op
     spec = KernelSpec(
         name=operation.name, N=N, exact=True, dtype="fp32", weight_dtype="fp32", strategy="",
         determinism="gpu_to_gpu", threads=32, sum_threads=32, smem_bytes=0, vector_bytes=4,
-        columns=N, partial_stride=0, slice_columns=N, rows_in_flight=1, rows_per_cta=1, cluster=1,
-        dependent=False, accumulates=False, turns=False, levels=1, ctas_per_sm=1, even_grid=False,
+        partial_columns=N, partial_stride=0, slice_columns=N, batch_rows=1, rows_per_cta=1,
+        cluster=1, dependent=False, levels=1, ctas_per_sm=1, even_grid=False,
         sms=grid, operation=operation.name,
     )  # fmt: skip
     launch = Launch(grid, grid, grid, sum_grid=0, counters=0, zeroed=0, scratch=0, partials=0)

@@ -18,13 +18,13 @@ from generator.operations.rmsnorm_backward import Inputs, make_cancelling, make_
 from generator.problem import Problem
 from normforge.launch.kernel_arguments import DW_ADDED, DW_IN_FP32
 from normforge.spec import CHUNK_ROWS, KernelSpec, Launch
-from tests.support.fake_driver import SPEC
+from tests.support.fake_driver import SPEC, TWO_KERNELS
 
 N = 16
 KERNEL: Any = SimpleNamespace(
     spec=replace(
         SPEC,
-        **{"N": N, "dtype": "fp32", "columns": N, "partial_stride": N, "strategy": "separate"},
+        **{"N": N, "dtype": "fp32", "partial_columns": N, "partial_stride": N, **TWO_KERNELS},
         **{"run_rows": 8, "group_rows": 64, "leaves": "both", "rows_per_cta": 2},
     )
 )

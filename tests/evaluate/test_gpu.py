@@ -46,6 +46,7 @@ from tests.support.forward import of_kind
 from tests.support.planted import BAD, SHAPE, WRONG, broken
 from tests.support.runs import command, kill_and_resume
 from tests.support.samples import (
+    BY_TEMPLATE,
     DETERMINISTIC,
     DTYPES,
     REDUCTION,
@@ -84,7 +85,7 @@ def workload(device: torch.device) -> Callable[[str], Workload]:
 
 
 def reductions_of(target: Target) -> list[str]:
-    return [name for name in REDUCTION if target.has_bulk_copy or "bulk" not in name]
+    return [name for name, s in BY_TEMPLATE.items() if target.has_bulk_copy or not s.bulk_adds]
 
 
 def runnable(

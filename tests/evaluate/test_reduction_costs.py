@@ -41,7 +41,7 @@ def test_a_mailbox_waits_for_no_release_and_empties_its_places() -> None:
     slices, mailbox = (
         case(variant(strategy=name, slice_columns=64)) for name in ("column_slices", "mailbox")
     )
-    one, other = (DW_REDUCTIONS[str(c.variant.strategy)](c) for c in (slices, mailbox))
+    one, other = (DW_REDUCTIONS[c.variant.strategy.way](c) for c in (slices, mailbox))
     assert one["arrival"] - other["arrival"] == pytest.approx(MODEL.release_us)
     emptied = mailbox.launch.participants * 1024 * 4
     assert other["sums"] - one["sums"] == pytest.approx(
@@ -71,7 +71,7 @@ def test_turns_of_two_levels_are_those_of_a_group_and_of_the_groups() -> None:
 def test_rows_that_fill_their_rounds_have_no_imbalance() -> None:
     own = variant(strategy="column_slices")
     spec = own.spec(TARGET.sms)
-    once = spec.participants * spec.rows_per_cta * spec.rows_in_flight
+    once = spec.participants * spec.rows_per_cta * spec.batch_rows
     assert parts(own, 8 * once)["imbalance"] == 0
     assert parts(own, once // 2)["imbalance"] == 0, "all batches start at once"
     assert parts(own, 8 * once + 1)["imbalance"] > 0
@@ -81,6 +81,6 @@ def test_the_first_of_all_batches_waits_for_no_other() -> None:
     """One round of rows has nothing in flight to wait for."""
     own = variant(strategy="column_slices")
     spec = own.spec(TARGET.sms)
-    once = spec.participants * spec.rows_per_cta * spec.rows_in_flight
+    once = spec.participants * spec.rows_per_cta * spec.batch_rows
     assert parts(own, once)["flight"] == 0
     assert parts(own, 3 * once)["flight"] > 0

@@ -19,6 +19,7 @@ from generator.kernels.code_digest import code_digest
 from generator.kernels.knobs import KNOBS
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.render import without_comments
+from generator.kernels.strategies import STRATEGIES
 from generator.kernels.variant import Variant, make_variant
 from generator.paths import GENERATED, TEMPLATES
 from generator.problem import Problem
@@ -34,21 +35,12 @@ from tests.support.synthetic import LEGAL, PROBLEM, TARGET, FakeEvaluator, FakeP
 
 SPACE = load_space()
 FORWARDS = forward_variants(PROBLEM, TARGET)
-STRATEGIES = [
-    "column_slices",
-    "mailbox",
-    "separate",
-    "last_cta",
-    "semaphore",
-    "bulk_reduce",
-    "atomic",
-]
 
 
 def variants() -> list[Variant]:
     """Return a variant of every strategy and pipeline."""
     found = {}
-    for strategy in STRATEGIES:
+    for strategy in dict.fromkeys(s.name for s in STRATEGIES):
         for pipeline in ("bulk", "direct", "async"):
             fixed = {"strategy": strategy, "pipeline": pipeline}
             for config in SPACE.legal(PROBLEM, TARGET, fixed=fixed):

@@ -52,7 +52,7 @@ def test_stages_hold_x_and_dy_of_every_team(pipeline: str, shape: str, row: int)
 def test_a_launch_counts_all_rows_of_a_batch(threads: int, in_flight: int, rows: int) -> None:
     """Rows of less than a warp lie side by side in it."""
     own = changed(variant(), threads_per_row=threads, rows_in_flight=in_flight)
-    assert own.spec(132).rows_in_flight == rows
+    assert own.spec(132).batch_rows == rows
 
 
 def test_one_measurement_serves_equal_code_at_equal_launches_only() -> None:
@@ -60,6 +60,20 @@ def test_one_measurement_serves_equal_code_at_equal_launches_only() -> None:
     few = Problem.parse("64x1024:bf16")
     assert identity(one, FITS, PROBLEM, TARGET) != identity(two, FITS, PROBLEM, TARGET)
     assert identity(one, FITS, few, TARGET) == identity(two, FITS, few, TARGET)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "known"),
+    [
+        ("separate", "18ea9473876b7741"),
+        ("semaphore", "f74e5b6732f7cb30"),
+        ("atomic", "ab8881bd7e018588"),
+    ],
+)
+def test_work_has_the_name_that_it_has_in_stored_records(strategy: str, known: str) -> None:
+    """Else a study that goes on measures it again."""
+    own = plain_variant(PROBLEM, TARGET, strategy=strategy)
+    assert identity(own, FITS, PROBLEM, TARGET) == known
 
 
 def test_the_compilers_options_are_a_part_of_the_code() -> None:

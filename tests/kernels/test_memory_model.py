@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -188,51 +189,23 @@ def test_a_weaker_instruction_makes_a_weaker_event(
 
 
 WORDS = ["store_shared_word", "store_shared_word", "cta_barrier"]
-WORDS += ["load_shared_word", "load_shared_word"]  # finish_slices broadcasts two words
-SEND = ["store_partials", "store_shared4", "fence_async_shared", "cta_barrier"]
-LANDED = ["bulk_commit", "bulk_wait_written", "fence_async_global"]
-ZERO = ["load_workspace", "store_workspace", "store_relaxed"]
+WORDS += ["load_shared_word", "load_shared_word"]  # of finish_slices: its broadcast of two words
 FETCH = ["mbarrier_expect", "bulk_load", "bulk_load", "bulk_load"]
-FRAGMENTS = {
+SHARED = {
     ("dw_context", "broadcast"): [
         *("store_shared_word", "cta_barrier", "load_shared_word", "cta_barrier")
-    ],
-    ("dw_separate", ""): ["allow_dependents", "store_row_of"],
-    ("sum_partials", ""): ["wait_for_primary"],
-    ("sum_partials_any_row", ""): ["wait_for_primary"],
-    ("dw_groups_separate", ""): ["allow_dependents", "wait_for_primary"],
-    ("dw_last_cta", "finish"): ["store_row_of", "last_of", "store_workspace_word", "last_of"],
-    ("dw_last_cta", "last_of"): ["cta_barrier", "take_ticket", "store_relaxed", "broadcast"],
-    ("dw_atomic", "finish"): [
-        *("store_partials", "add_workspace", "cta_barrier", "take_ticket", "broadcast", *ZERO)
-    ],
-    ("dw_bulk_free", "finish"): [*SEND, "bulk_add", *LANDED, "take_ticket", "broadcast", *ZERO],
-    ("dw_semaphore", "finish"): [
-        *("store_partials", "await", "load_workspace", "store_workspace", "pass", "add_group")
-    ],
-    ("dw_bulk_turns", "finish"): [
-        *(*SEND, "load_acquire", "fence_async_global", "bulk_add", "bulk_store", *LANDED),
-        *("store_release", "cta_barrier", "add_group", "load_workspace"),
     ],
     ("turns", "begin"): ["take_ticket", "broadcast"],
     ("turns", "await"): ["load_acquire", "cta_barrier"],
     ("turns", "pass"): ["cta_barrier", "store_release"],
     ("turns", "reset"): ["store_relaxed"],
     ("turns", "add_group"): ["await", "load_workspace", "store_workspace", "reset", "pass"],
-    ("dw_column_slices", "finish"): ["store_row_of", "book_in_order", "read_acquire"],
-    ("dw_groups_column_slices", "finish"): [
-        *("cta_barrier", "book_in_order", "await", "read_acquire"),
-        *(*WORDS, "broadcast", "take_over"),
-    ],
     ("last_arrived", "begin"): ["book_relaxed"],
     ("last_arrived", "await"): ["look", "book_and_read", "store_relaxed", "book_relaxed"],
     ("last_arrived", "take_over"): ["load_relaxed", "store_relaxed", "book_relaxed"],
     ("last_arrived", "finish_slices"): [
         *("cta_barrier", "arrive", "await", *WORDS, "broadcast", "take_over")
     ],
-    ("dw_mailbox", "announce"): ["book_and_read_later"],
-    ("dw_mailbox", "finish"): ["each_partial", "send_words", "book_and_read", "read_relaxed"],
-    ("dw_mailbox", "await"): ["receive_words", "empty_words"],
     ("sum_slice", "load"): ["load_workspace"],
     ("partial_dw", "store_partials"): [
         *("cta_barrier", "store_shared4", "store_shared", "store_shared", "cta_barrier")
@@ -255,6 +228,19 @@ FRAGMENTS = {
 """The primitives and helpers that each function of a fragment ("": all of it) calls."""
 
 
+def steps_of(strategy: Strategy) -> dict[tuple[str, str], list[str]]:
+    """Return the same of a strategy's own fragments, as its row says."""
+    found = {}
+    for said in strategy.steps:
+        place, _, calls = said.partition(": ")
+        fragment, _, function = place.partition(" ")
+        found[fragment, function] = calls.split()
+    return found
+
+
+FRAGMENTS = {place: own for s in STRATEGIES for place, own in steps_of(s).items()} | SHARED
+
+
 @pytest.mark.parametrize("summed", [False, True])
 def test_a_stage_whose_values_may_arrive_late_is_read_with_a_fence(summed: bool) -> None:
     """The barrier of the row sum waits for what goes into it, and not for other reads."""
@@ -267,17 +253,26 @@ def test_a_stage_whose_values_may_arrive_late_is_read_with_a_fence(summed: bool)
     assert calls("rows_bulk", "fetch", text) == ["mbarrier_expect", *["bulk_load"] * 4]
 
 
-def unlisted(strategies: Sequence[Strategy]) -> set[str]:
-    """Fragments of strategies that FRAGMENTS lacks, those for groups of rows included."""
-    wanted = {name for strategy in strategies for name in strategy.fragments}
-    wanted |= {path.stem for path in TEMPLATES.rglob("dw_groups_*.cuh")}
-    return {name for name in wanted if name.startswith("dw_")} - {name for name, _ in FRAGMENTS}
+def unsaid(strategy: Strategy) -> set[str]:
+    """Own fragments of a strategy of which its row does not say what they call."""
+    own = {*strategy.fragments, *strategy.group_fragments}
+    return {name for name in own if name.startswith("dw_")} - {
+        name for name, _ in steps_of(strategy)
+    }
 
 
-def test_every_fragment_of_a_strategy_is_listed() -> None:
-    assert unlisted(STRATEGIES) == set()
-    planted = Strategy("planted", ("turns", "dw_planted"), adds="in_turns")
-    assert unlisted((*STRATEGIES, planted)) == {"dw_planted"}
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_every_strategy_says_its_steps_and_the_protocol_that_stands_for_them(
+    strategy: Strategy,
+) -> None:
+    assert unsaid(strategy) == set()
+    assert strategy.protocol in {name.replace("`", "") for name in PROTOCOLS}
+    assert unsaid(replace(strategy, steps=())) >= {f"dw_{strategy.template}"}
+
+
+def test_every_fragment_of_groups_is_of_a_strategy() -> None:
+    found = {path.stem for path in TEMPLATES.rglob("dw_groups_*.cuh")}
+    assert found == {name for s in STRATEGIES for name in s.group_fragments if "groups" in name}
 
 
 @pytest.mark.parametrize(("fragment", "function"), FRAGMENTS)

@@ -26,6 +26,7 @@ from generator.kernels.nvrtc import Compiled, compile_source
 from generator.kernels.ptxas import Resources, read_resources
 from generator.kernels.render import headers, render
 from generator.kernels.resource_gate import refuse, resource_fault
+from generator.kernels.strategies import STRATEGIES
 from generator.kernels.variant import Variant, make_variant
 from generator.paths import REPOSITORY, TEMPLATES, template_named
 from generator.problem import Problem
@@ -34,6 +35,7 @@ from normforge.operations import OPERATIONS
 from normforge.spec import MAIN_KERNEL, SUM_KERNEL, plan_launch
 from tests.support.planted import BAD, WRONG, broken
 from tests.support.samples import (
+    BY_TEMPLATE,
     DTYPES,
     REDUCTION,
     SPACE,
@@ -47,6 +49,7 @@ from tests.support.samples import (
 SHAPE = "4096x1024:bf16"
 TINY = 'extern "C" __global__ void rmsnorm_backward(int* p) { p[0] = 1; }'
 GPUS = ("h200", "gb200", "rtx-5090", "a100")
+OF_GROUPS = [strategy.name for strategy in STRATEGIES if strategy.group_fragments]
 ARCHS = {"h200": "sm_90a", "gb200": "sm_100a", "rtx-5090": "sm_120a", "a100": "sm_80"}
 
 
@@ -57,23 +60,22 @@ def fragments(v: Variant) -> set[str]:
     """The template fragments that a variant is made of."""
     if v.run_rows:
         return invariant_fragments(v)
-    reduction = {"turns": "bulk_turns", "free": "bulk_free"}[str(v["order"])]
-    strategy = reduction if v["strategy"] == "bulk_reduce" else v["strategy"]
-    chosen = {"primitives", "elements", "row_sum", "row_blocks", "partial_dw", f"dw_{strategy}"}
-    chosen |= {"teams", "rows", "schedule", "dw_output", "dw_context", f"weight_{v['weight_in']}"}
+    chosen = {"primitives", "elements", "row_sum", "row_blocks", "partial_dw"}
+    chosen |= {
+        *v.strategy.fragments,
+        "teams",
+        "rows",
+        "schedule",
+        "dw_output",
+        "dw_context",
+        f"weight_{v['weight_in']}",
+    }
     chosen |= {"row_of", "load_rstds"}
     chosen |= {f"rows_{v['pipeline']}", "row_sum_cta" if v["cluster"] == 1 else "row_sum_cluster"}
     if v["pipeline"] == "producer":
         chosen = chosen - {"row_sum", "row_sum_cluster"} | {"primitives_producer"}
-    if strategy in ("separate", "last_cta", "column_slices", "mailbox"):
-        chosen.add("sum_slice")
-    if strategy == "separate":
-        any_row = {"sum_partials_any_row", "row_part"}
-        chosen |= any_row if v["cluster"] > 1 and not v.exact else {"sum_partials"}
-    if strategy in ("column_slices", "mailbox"):
-        chosen.add("last_arrived")
-    if strategy in ("semaphore", "bulk_turns"):
-        chosen.add("turns")
+    if "sum_partials" in chosen and v["cluster"] > 1 and not v.exact:
+        chosen = chosen - {"sum_partials"} | {"sum_partials_any_row", "row_part"}
     return chosen
 
 
@@ -86,10 +88,9 @@ def present(source: str) -> set[str]:
 def invariant_fragments(v: Variant) -> set[str]:
     """Return the fragments of a batch-invariant variant: those that add up rows are its own."""
     plain = replace(v, operation=MAIN_KERNEL, config={**v.config, "run_rows": 0})
-    chosen = fragments(plain) - {"row_of", "schedule", "row_blocks", f"dw_{v['strategy']}"}
-    chosen |= {"row_of_group", "runs", "sum_groups", f"dw_groups_{v['strategy']}"}
-    chosen |= {"rows_bulk_group"} if v["pipeline"] == "bulk" else set()
-    return chosen - ({"sum_slice", "sum_partials"} if v["strategy"] == "separate" else set())
+    chosen = fragments(plain) - {"row_of", "schedule", "row_blocks", *v.strategy.fragments}
+    chosen |= {"row_of_group", "runs", "sum_groups", *v.strategy.group_fragments}
+    return chosen | ({"rows_bulk_group"} if v["pipeline"] == "bulk" else set())
 
 
 @settings(max_examples=60)
@@ -99,7 +100,7 @@ def test_source_has_the_code_of_its_own_choices_only(case: tuple[Problem, Target
     source = render(v)
     assert present(source) == fragments(v)
     assert not re.search(r"\{\{|\{% |\{#", source), "a template tag is left"
-    assert source.count('extern "C"') == (2 if v["strategy"] == "separate" else 1)
+    assert source.count('extern "C"') == v.strategy.launches
     assert f"Determinism class: {v.determinism}." in source
     assert v.id in source.splitlines()[0]
 
@@ -125,8 +126,11 @@ def test_every_fragment_is_used_by_some_variant() -> None:
     assert present(render(any_row)) == fragments(any_row)
     used |= fragments(one_row) | fragments(any_row)
     used |= fragments(plain_variant(SHAPE, find_target("h200"), weight_in="smem"))
-    for strategy, pipeline in (("column_slices", "bulk"), ("separate", "async")):
-        problem = Problem.parse(SHAPE, "rmsnorm_invariant_backward")
+    for i, strategy in enumerate(OF_GROUPS):
+        problem, pipeline = (
+            Problem.parse(SHAPE, "rmsnorm_invariant_backward"),
+            ("bulk", "async")[i % 2],
+        )
         v = plain_variant(problem, find_target("h200"), strategy=strategy, pipeline=pipeline)
         assert present(render(v)) == fragments(v)
         used |= fragments(v)
@@ -152,13 +156,13 @@ def check_compiled(v: Variant, compiled: Compiled, target: Target) -> None:
     assert compiled.spills == 0
     assert sm_of(compiled.cubin) == int(re.sub(r"\D", "", target.arch))
     assert set(compiled.kernels) == (
-        {v.operation, SUM_KERNEL} if v["strategy"] == "separate" else {v.operation}
+        {v.operation, SUM_KERNEL} if v.strategy.launches > 1 else {v.operation}
     )
     launch = plan_launch(v.spec(target.sms), 4096)
     assert resource_fault(v, compiled, launch, target) == ""
 
 
-STRATEGIES = [
+REDUCTIONS = [
     (operation, name)
     for operation in sorted(OPERATIONS)
     for name, reduction in REDUCTION.items()
@@ -167,7 +171,7 @@ STRATEGIES = [
 
 
 @pytest.mark.sampled(8)
-@pytest.mark.parametrize(("operation", "reduction"), STRATEGIES)
+@pytest.mark.parametrize(("operation", "reduction"), REDUCTIONS)
 @pytest.mark.parametrize("gpu", GPUS)
 def test_every_strategy_compiles_without_spills_in_every_dtype(
     operation: str, gpu: str, reduction: str
@@ -176,7 +180,7 @@ def test_every_strategy_compiles_without_spills_in_every_dtype(
     assert target.arch == ARCHS[gpu]
     for dtype in DTYPES:
         problem = Problem.parse(f"4096x1024:{dtype}", operation)
-        if gpu == "a100" and reduction.startswith("bulk"):
+        if gpu == "a100" and BY_TEMPLATE[reduction].bulk_adds:
             # The instructions do not exist there, and the rule says so.
             config = SPACE.normalize(
                 {**plain_variant(problem, target).config, **REDUCTION[reduction]}, problem, target
@@ -193,7 +197,7 @@ def test_every_strategy_compiles_without_spills_in_every_dtype(
 @pytest.mark.parametrize("gpu", GPUS)
 def test_batch_invariant_kernels_compile(gpu: str) -> None:  # the a100's without mbarriers
     problem, target = Problem.parse(SHAPE, "rmsnorm_invariant_backward"), find_target(gpu)
-    for strategy in ("separate", "column_slices"):
+    for strategy in OF_GROUPS:
         v = plain_variant(problem, target, strategy=strategy, pipeline="direct", stages=1)
         check_compiled(v, compile_source(render(v), target.arch), target)
 

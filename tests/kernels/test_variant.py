@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -43,16 +42,11 @@ def test_config_of_older_templates_is_one_sentence() -> None:
         make_variant(config, problem).spec(target.sms)
 
 
-def unsampled(strategies: Sequence[Strategy]) -> list[Strategy]:
-    """Return the strategies that REDUCTION lacks, from which the tests of kernels draw."""
-    sampled = [strategy_of(knobs) for knobs in REDUCTION.values()]
-    return [strategy for strategy in strategies if strategy not in sampled]
-
-
-def test_every_strategy_is_drawn_by_the_tests() -> None:
-    assert unsampled(STRATEGIES) == []
-    planted = Strategy("planted", ("turns", "dw_planted"), adds="in_turns")
-    assert unsampled((*STRATEGIES, planted)) == [planted]
+def test_every_strategy_is_searched_and_drawn_by_the_tests() -> None:
+    """Studies know a strategy by its template: two rows with one would be drawn once."""
+    assert [strategy_of(knobs) for knobs in REDUCTION.values()] == [*STRATEGIES]
+    (searched,) = (knob.values for knob in SPACE.knobs if knob.name == "strategy")
+    assert list(searched) == list(dict.fromkeys(strategy.name for strategy in STRATEGIES))
 
 
 @pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s.adds == "in_turns"], ids=str)
@@ -182,7 +176,7 @@ def test_rows_of_less_than_a_warp_lie_side_by_side_in_warps_and_batches() -> Non
 def visits(spec: KernelSpec, launch: Launch, M: int) -> Counter[int]:
     """Count how often each batch is visited, by the loop of the kernel's source."""
     seen: Counter[int] = Counter()
-    batches = ceil_div(M, spec.rows_in_flight)
+    batches = ceil_div(M, spec.batch_rows)
     step = launch.participants * spec.rows_per_cta
     for participant in range(launch.participants):
         for team in range(spec.rows_per_cta):
@@ -195,7 +189,7 @@ def check_launch(spec: KernelSpec, launch: Launch, M: int) -> None:
     assert launch.grid <= spec.sms * spec.ctas_per_sm
     assert launch.participants >= 1
     # Nobody idles: every participant has a batch.
-    assert (launch.participants - 1) * spec.rows_per_cta < ceil_div(M, spec.rows_in_flight)
+    assert (launch.participants - 1) * spec.rows_per_cta < ceil_div(M, spec.batch_rows)
     assert 1 <= launch.group <= launch.participants
     if spec.levels == 1:
         assert launch.group == launch.participants
@@ -204,9 +198,9 @@ def check_launch(spec: KernelSpec, launch: Launch, M: int) -> None:
     assert launch.zeroed_offset >= 4 * launch.counters
     assert launch.scratch_offset >= launch.zeroed_offset + 4 * launch.zeroed
     assert launch.workspace_bytes == launch.scratch_offset + 4 * launch.scratch
-    assert (launch.sum_grid > 0) == (spec.strategy == "separate")
-    if spec.strategy == "separate":
-        slices = ceil_div(spec.columns, spec.slice_columns)
+    assert (launch.sum_grid > 0) == spec.has_second_kernel
+    if spec.has_second_kernel:
+        slices = ceil_div(spec.partial_columns, spec.slice_columns)
         assert launch.sum_grid == slices * spec.cluster
 
 
@@ -226,7 +220,7 @@ def test_every_row_is_visited_once_at_any_number_of_rows(case: Case, M: int) -> 
     spec = v.spec(target.sms)
     launch = plan_launch(spec, M)
     check_launch(spec, launch, M)
-    assert visits(spec, launch, M) == Counter(range(ceil_div(M, spec.rows_in_flight)))
+    assert visits(spec, launch, M) == Counter(range(ceil_div(M, spec.batch_rows)))
 
 
 @settings(max_examples=50)
@@ -234,7 +228,7 @@ def test_every_row_is_visited_once_at_any_number_of_rows(case: Case, M: int) -> 
 def test_even_grid_needs_no_more_rounds_than_a_full_one(case: Case) -> None:
     problem, target, v = case
     spec = v.spec(target.sms)
-    needed = ceil_div(ceil_div(problem.M, spec.rows_in_flight), spec.rows_per_cta)
+    needed = ceil_div(ceil_div(problem.M, spec.batch_rows), spec.rows_per_cta)
     full = plan_launch(replace(spec, even_grid=False), problem.M)
     even = plan_launch(replace(spec, even_grid=True), problem.M)
     assert even.participants <= full.participants
@@ -333,7 +327,7 @@ def test_grid_fits_the_sms_that_it_counts_on(
     ctas = max(cluster, (sms - spare) * v["ctas_per_sm"])
     launch = plan_launch(spec, M)
     assert launch.grid == cluster * launch.participants <= ctas
-    assert visits(spec, launch, M) == Counter(range(ceil_div(M, spec.rows_in_flight)))
+    assert visits(spec, launch, M) == Counter(range(ceil_div(M, spec.batch_rows)))
     full = plan_launch(replace(spec, even_grid=False), 1 << 30)
     assert full.grid > ctas - cluster
 

@@ -9,6 +9,7 @@ import re
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -345,7 +346,55 @@ def test_table_of_an_older_format_is_one_clear_sentence(package: Path, name: str
         put(package, entry("8192x1024:bf16"), fallback=[])
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 4}', '{"format": 4, "target": 1}'])
+STRATEGY_BEFORE = {
+    "column_slices": ("slices", {}),
+    "mailbox": ("flagged_slices", {}),
+    "separate": ("second_kernel", {}),
+    "last_cta": ("last_cta", {}),
+    "semaphore": ("in_turns", {"turns": True}),
+    "atomic": ("on_arrival", {"accumulates": True}),
+    "none": ("", {}),
+}
+
+
+def of_format_4(kernel: dict[str, Any], strategy: str) -> None:
+    """Write a kernel as that format does."""
+    spec = kernel["spec"]
+    del spec["way"]
+    spec["columns"] = spec.pop("partial_columns")
+    spec["rows_in_flight"] = spec.pop("batch_rows")
+    spec |= {"strategy": strategy, "accumulates": False, "turns": False}
+    spec |= STRATEGY_BEFORE[strategy][1]
+
+
+@pytest.mark.parametrize("strategy", STRATEGY_BEFORE)
+def test_table_of_the_format_before_says_the_same(package: Path, strategy: str) -> None:
+    put(package, entry("4096x1024:bf16"), fallback=[])
+    (today,) = Table.load(package).tuned
+    table = json.loads(unsealed((package / TABLE).read_text()))
+    of_format_4(table["tuned"][0]["kernel"], strategy)
+    (package / TABLE).write_text(json.dumps(table | {"format": 4}))
+    (read,) = Table.load(package).tuned
+    way = STRATEGY_BEFORE[strategy][0]
+    assert read.kernel.spec == replace(today.kernel.spec, strategy=strategy, way=way)
+
+
+@pytest.mark.parametrize("change", [{"strategy": "relay"}, {"turns": None}])
+def test_table_of_the_format_before_without_a_known_way_is_damaged(
+    package: Path, change: dict[str, Any]
+) -> None:
+    put(package, entry("4096x1024:bf16"), fallback=[])
+    table = json.loads(unsealed((package / TABLE).read_text()))
+    of_format_4(table["tuned"][0]["kernel"], "separate")
+    spec = table["tuned"][0]["kernel"]["spec"] | change
+    kept = {name: value for name, value in spec.items() if value is not None}
+    table["tuned"][0]["kernel"]["spec"] = kept
+    (package / TABLE).write_text(json.dumps(table | {"format": 4}))
+    with pytest.raises(ValueError, match=r"is damaged \('(relay|turns)'\)"):
+        Table.load(package)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 5}', '{"format": 4, "target": 1}'])
 def test_damaged_table_says_so(package: Path, text: str) -> None:
     put(package, entry("4096x1024:bf16"), fallback=[])
     for name, load in ((TABLE, Table.load), (FORWARD_TABLE, ForwardTable.load)):

@@ -260,7 +260,7 @@ def test_what_a_crafted_journal_says_stays_text(summary: Summary) -> None:
     assert page.open == []
     assert page.tags["script"] == 1 and page.tags["img"] == 0
     assert page.attributes == plain.attributes
-    standing = replace(summary.standings[0], strategy=Strategy(evil, ()))
+    standing = replace(summary.standings[0], strategy=Strategy(evil, (), way=""))
     assert Page(str(charts.strategies([standing]))).tags["script"] == 0
 
 

@@ -114,7 +114,7 @@ def test_before_the_finals_the_fastest_trial_has_the_ratio() -> None:
 def test_a_drawing_escapes_what_a_journal_says() -> None:
     evil = '"><script>evil()</script>'
     own = study("measured", winner=make_winner(CONFIG))
-    drawing = str(charts.strategies([Standing(Strategy(evil, ()), ((own, 1.1),))]))
+    drawing = str(charts.strategies([Standing(Strategy(evil, (), way=""), ((own, 1.1),))]))
     assert "<script" not in drawing
     assert 'class="s-&#34;&gt;&lt;script&gt;' in drawing
 

@@ -342,11 +342,11 @@ def launching(
 
 
 @pytest.mark.parametrize("capturing", [False, True])
-@pytest.mark.parametrize("strategy", ["column_slices", "separate"])
+@pytest.mark.parametrize("way", ["slices", "second_kernel"])
 def test_the_kernel_gets_every_tensor_and_its_mean(
-    launching: Any, driver: FakeDriver, device: FakeDevice, strategy: str, capturing: bool
+    launching: Any, driver: FakeDriver, device: FakeDevice, way: str, capturing: bool
 ) -> None:
-    spec = replace(KERNEL, strategy=strategy)
+    spec = replace(KERNEL, way=way)
     package, device.capturing = launching(spec), capturing
     dy, x, rstd, weight = tensors()
     mean = torch.randn(6, 2)[:, 0]  # is made contiguous
@@ -366,7 +366,7 @@ def test_the_kernel_gets_every_tensor_and_its_mean(
     theirs = [one.arguments for one in second]
     assert [(one.sums, one.partials, one.columns) for one in theirs] == [
         (dw.data_ptr(), launch.participants, 1024)
-    ] * (strategy == "separate")
+    ] * (way == "second_kernel")
     mean = mean.contiguous()
     package.layer_norm_backward(dy, x, mean, rstd, weight)
     again = driver.launches[len(driver.launches) // 2].arguments

@@ -36,6 +36,7 @@ from normforge.table import Table
 from tests.support.fake_driver import (
     SPEC,
     TARGET,
+    TWO_KERNELS,
     FakeDevice,
     FakeDriver,
     empty_on_cpu,
@@ -63,8 +64,8 @@ BLEND = RowOperation(
 )
 WIDE = replace(
     SPEC,
-    **{"name": "k", "operation": "blend", "strategy": "separate", "dtype": "fp32"},
-    **{"weight_dtype": "fp32", "N": N, "columns": 2 * N, "partial_stride": 2 * N},
+    **{"name": "k", "operation": "blend", **TWO_KERNELS, "dtype": "fp32"},
+    **{"weight_dtype": "fp32", "N": N, "partial_columns": 2 * N, "partial_stride": 2 * N},
 )
 
 
@@ -125,7 +126,7 @@ def serve(driver: Device, device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(module, "raw_stream", lambda index: device.here())
     monkeypatch.setattr(module, "is_capturing", lambda: device.capturing)
     monkeypatch.setattr(module, "empty_strided", empty_on_cpu)
-    one_kernel = {"residual": "bf16", "strategy": "column_slices"}
+    one_kernel = {"residual": "bf16", "way": "slices"}
     table = Table(TARGET, (entry(M, WIDE), entry(M, WIDE, **one_kernel)), ())
     kept: dict[str, LoadedKernel] = {}
 

@@ -14,9 +14,9 @@ from tests.support.fake_driver import SPEC
 ROW = 1024  # floats of one row of partial dw
 TEN = replace(  # ten CTAs of two teams, whose batches have four rows
     SPEC,
-    **{"sms": 5, "ctas_per_sm": 2, "cluster": 1, "rows_per_cta": 2, "rows_in_flight": 4},
-    **{"columns": ROW, "partial_stride": ROW, "slice_columns": 32, "levels": 1},
-    **{"accumulates": False, "turns": False, "even_grid": False},
+    **{"sms": 5, "ctas_per_sm": 2, "cluster": 1, "rows_per_cta": 2, "batch_rows": 4},
+    **{"partial_columns": ROW, "partial_stride": ROW, "slice_columns": 32, "levels": 1},
+    even_grid=False,
 )
 
 
@@ -40,8 +40,8 @@ def test_a_grid_is_what_the_rows_need_and_no_more_than_is_resident(
 def test_a_grid_that_waits_for_nobody_is_what_the_rows_need(
     M: int, needed: int, cluster: int
 ) -> None:
-    """It has no memory between its CTAs."""
-    spec = replace(TEN, strategy="none", sms=UNBOUNDED, cluster=cluster)
+    """And it has no memory between its CTAs."""
+    spec = replace(TEN, way="", sms=UNBOUNDED, cluster=cluster)
     launch = plan_launch(spec, M)
     assert (launch.grid, launch.participants) == (needed * cluster, needed)
     assert (launch.sum_grid, launch.workspace_bytes, launch.scratch_offset) == (0, 0, 0)
@@ -54,25 +54,28 @@ def memory(spec: KernelSpec, M: int = 8000) -> tuple[int, int, int, int]:
     return launch.group, launch.counters, launch.zeroed, launch.scratch
 
 
-def test_every_strategy_has_the_memory_that_it_uses() -> None:
+def test_every_way_to_add_has_the_memory_that_it_uses() -> None:
     two = {"levels": 2}
-    assert memory(replace(TEN, strategy="separate")) == (10, 0, 0, 10 * ROW)
-    assert memory(replace(TEN, strategy="last_cta")) == (10, 2, 0, 10 * ROW)
+    assert memory(replace(TEN, way="second_kernel")) == (10, 0, 0, 10 * ROW)
+    assert memory(replace(TEN, way="last_cta")) == (10, 2, 0, 10 * ROW)
     # Ten participants are three groups of four, the last one ragged, with a sum each.
-    assert memory(replace(TEN, strategy="last_cta", **two)) == (4, 4, 0, 13 * ROW)
-    assert memory(replace(TEN, strategy="semaphore", turns=True)) == (10, 3, 0, ROW)
-    assert memory(replace(TEN, strategy="semaphore", turns=True, **two)) == (4, 5, 0, 3 * ROW)
+    assert memory(replace(TEN, way="last_cta", **two)) == (4, 4, 0, 13 * ROW)
+    assert memory(replace(TEN, way="in_turns")) == (10, 3, 0, ROW)
+    assert memory(replace(TEN, way="in_turns", **two)) == (4, 5, 0, 3 * ROW)
     # A ledger of two words and one for each of 32 slices, in whole lines of 32 words.
-    assert memory(replace(TEN, strategy="column_slices")) == (10, 64, 0, 10 * ROW)
-    assert memory(replace(TEN, strategy="mailbox")) == (10, 64, 10 * ROW, 0)
-    assert memory(replace(TEN, strategy="atomic", accumulates=True)) == (10, 1, ROW, 0)
+    assert memory(replace(TEN, way="slices")) == (10, 64, 0, 10 * ROW)
+    assert memory(replace(TEN, way="flagged_slices")) == (10, 64, 10 * ROW, 0)
+    assert memory(replace(TEN, way="on_arrival")) == (10, 1, ROW, 0)
+    assert memory(replace(TEN, way="")) == (10, 0, 0, 0)
+    with pytest.raises(ValueError, match="example adds in a way of another version: in_pairs"):
+        memory(replace(TEN, way="in_pairs"))
 
 
 def test_regions_of_the_workspace_follow_each_other_in_whole_lines() -> None:
-    launch = plan_launch(replace(TEN, strategy="mailbox"), 8000)
+    launch = plan_launch(replace(TEN, way="flagged_slices"), 8000)
     assert launch.zeroed_offset == 64 * 4
     assert launch.scratch_offset == 64 * 4 + 10 * ROW * 4
-    launch = plan_launch(replace(TEN, strategy="last_cta"), 8000)
+    launch = plan_launch(replace(TEN, way="last_cta"), 8000)
     assert (launch.zeroed_offset, launch.scratch_offset) == (128, 128)
     assert launch.workspace_bytes == 128 + 10 * ROW * 4
     launch = replace(launch, counters=33, zeroed=5, scratch=10)  # neither fills its lines
@@ -94,13 +97,13 @@ def launches(draw: st.DrawFn) -> tuple[KernelSpec, int]:
         SPEC,
         **{"run_rows": run_rows, "group_rows": group_rows, "cluster": cluster},
         leaves=draw(st.sampled_from(["groups", "runs", "both"])),
-        strategy=draw(st.sampled_from(["column_slices", "separate"])),
+        way=draw(st.sampled_from(["slices", "second_kernel"])),
         sms=draw(st.integers(1, 160)),
         ctas_per_sm=draw(st.integers(1, 4)),
         rows_per_cta=teams,
-        rows_in_flight=draw(st.sampled_from([1, 2, 4])),
+        batch_rows=draw(st.sampled_from([1, 2, 4])),
         even_grid=draw(st.booleans()),
-        **{"columns": ROW, "partial_stride": ROW, "slice_columns": 32},
+        **{"partial_columns": ROW, "partial_stride": ROW, "slice_columns": 32},
     )
     return spec, draw(st.one_of(st.integers(1, 5000), st.integers(1, 1 << 22)))
 
@@ -131,7 +134,7 @@ def test_groups_and_runs_of_a_launch_are_all_rows_once(case: tuple[KernelSpec, i
     # A row of the workspace for every sum; the second kernel has a CTA for every slice.
     assert launch.scratch == launch.partials * ROW * spec.cluster
     assert launch.zeroed == 0
-    second = spec.strategy == "separate"
+    second = spec.has_second_kernel
     assert launch.sum_grid == (ROW // 32 * spec.cluster if second else 0)
     assert launch.counters == (0 if second else 64 * spec.cluster)
     assert launch.workspace_bytes == launch.scratch_offset + 4 * launch.scratch
@@ -139,7 +142,7 @@ def test_groups_and_runs_of_a_launch_are_all_rows_once(case: tuple[KernelSpec, i
 
 def test_a_cta_keeps_whole_groups_where_there_is_a_full_round_of_them() -> None:
     """Ten CTAs of two teams; a chunk is 8 groups of 512 rows, of 32 runs each."""
-    spec = replace(TEN, run_rows=16, group_rows=512, leaves="both", strategy="separate")
+    spec = replace(TEN, run_rows=16, group_rows=512, leaves="both", way="second_kernel")
     for M, whole, runs in ((4096, 0, 256), (8192, 8, 256), (8193, 8, 257), (12300, 16, 262)):
         launch = plan_launch(spec, M)
         assert (launch.group, launch.partials) == (whole, whole + runs)

@@ -77,7 +77,7 @@ def test_unaligned_rows_or_weights_get_a_kernel_with_narrow_vectors(places: Any)
 
 def test_kernel_that_fits_in_one_round_is_not_nearest_to_one_row_more() -> None:
     """8 rows for each of 132 CTAs: 1056 rows are one round of the grid, 1057 are two."""
-    whole, fine = entry(1056, rows_in_flight=4), entry(2112)
+    whole, fine = entry(1056, batch_rows=4), entry(2112)
     table = Table(TABLE.target, (whole, fine), ())
 
     def nearest(M: int) -> int:

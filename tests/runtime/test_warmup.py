@@ -33,20 +33,22 @@ from normforge.table import (
     Tuned,
 )
 from tests.support.accuracy import DTYPES
-from tests.support.fake_driver import SPEC, TARGET, FakeDriver, stand_in
+from tests.support.fake_driver import SPEC, TARGET, TWO_KERNELS, FakeDriver, stand_in
 
 STREAM = 7
-NARROW = replace(SPEC, N=512, columns=512, partial_stride=512)
+NARROW = replace(SPEC, N=512, partial_columns=512, partial_stride=512)
 KERNELS = (
     SPEC,
-    replace(SPEC, name="wide weight", weight_dtype="fp32", strategy="separate", cluster=2),
+    replace(SPEC, name="wide weight", weight_dtype="fp32", **TWO_KERNELS, cluster=2),
     replace(SPEC, name="offset", offset=True),
     replace(SPEC, name="residual", residual="bf16"),
     replace(SPEC, name="wide weight and residual", weight_dtype="fp32", residual="fp32"),
     replace(NARROW, name="512 columns"),
     replace(NARROW, name="512 columns, wide weight", weight_dtype="fp32"),
     replace(NARROW, name="512 columns, both", weight_dtype="fp32", residual="fp32"),
-    replace(NARROW, name="256 columns", N=256, columns=256, partial_stride=256, residual="bf16"),
+    replace(
+        NARROW, name="256 columns", N=256, partial_columns=256, partial_stride=256, residual="bf16"
+    ),
 )
 """Kernels of the backward. Rows of 256 columns have no kernel without a residual."""
 

@@ -67,8 +67,9 @@ def test_fast_trials_of_a_shape_count_most(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(HistGradientBoostingRegressor, "fit", fit)
     Experience(LEGAL, [trials(OTHERS[0], FEWEST_TRIALS)])
-    order = sorted(range(FEWEST_TRIALS), key=given["logs"].__getitem__)
-    weights = [given["weights"][place] for place in order]
+    # The logarithm has an end, the weight has none.
+    pairs = sorted(zip(given["logs"], given["weights"], strict=True), key=lambda p: (p[0], -p[1]))
+    weights = [weight for _, weight in pairs]
     assert weights == sorted(weights, reverse=True) and weights[0] > 2 * weights[-1]
 
 

@@ -12,7 +12,7 @@ from optuna.storages import BaseStorage
 
 from generator.kernels.geometry import Config
 from generator.kernels.nvrtc import Compiled
-from generator.kernels.strategies import is_deterministic, launches
+from generator.kernels.strategies import is_deterministic, launches, strategy_of
 from generator.kernels.variant import Variant, make_variant
 from generator.problem import Problem
 from generator.result import Result
@@ -205,12 +205,12 @@ def test_a_nondeterministic_variant_planted_fastest_never_wins(
 
 def test_who_fails_in_the_finals_does_not_win(storage: BaseStorage) -> None:
     def ladder(variant: Variant) -> Result | None:
-        bad = variant["strategy"] == "column_slices"
+        bad = variant.strategy.way == "slices"
         return timed(0.5, "nondeterministic", "refuted") if bad else None
 
     evaluator = FakeEvaluator(final=ladder)
     winner = won(search(storage, evaluator, trials=120))
-    assert winner.config["strategy"] != "column_slices"
+    assert strategy_of(winner.config).way != "slices"
     assert len(evaluator.finalists) > 1, "the next best were to be called up"
     again = FakeEvaluator(final=ladder)
     assert search(storage, again, trials=60) == winner

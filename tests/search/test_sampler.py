@@ -16,7 +16,7 @@ from statistics import fmean, median
 import pytest
 from optuna.trial import TrialState
 
-from generator.kernels.strategies import is_deterministic
+from generator.kernels.strategies import STRATEGIES, is_deterministic
 from generator.paths import REPOSITORY
 from generator.problem import Problem
 from generator.search.sampler import (
@@ -119,7 +119,7 @@ def test_nondeterministic_proposals_become_deterministic_ones() -> None:
 
 def test_reduction_kinds_are_the_legal_ones() -> None:
     kinds = [tuple(config[name] for name in REDUCTION_KNOBS) for config in LEGAL.reduction_kinds]
-    assert len(set(kinds)) == len(kinds) == 8
+    assert kinds == [(strategy.name, strategy.order) for strategy in STRATEGIES]
     on_a100 = place("8192x3072:fp16", "a100").reduction_kinds
     assert "bulk_reduce" not in {config["strategy"] for config in on_a100}
 
@@ -234,8 +234,9 @@ def test_equal_seeds_alone_propose_alike_in_every_process() -> None:
 
 
 def test_the_surrogate_finds_better_configs_sooner_than_chance() -> None:
-    """The best of 80 proposals is, on average over seeds, better than that of 80 random configs,
-    and the last proposals are better on the whole than the best before the surrogate was asked."""
+    """In the median over seeds, the best of 80 proposals is better than that of 80 random configs.
+    On average the last ones are better on the whole than the best before the surrogate was asked.
+    """
     first, last, best, by_chance = [], [], [], []
     for seed in range(5):
         ratios = [ratio_of(config) for config in ask_and_tell(LegalSampler(LEGAL, seed), 80)]
@@ -245,7 +246,7 @@ def test_the_surrogate_finds_better_configs_sooner_than_chance() -> None:
         drawn = [LEGAL.draw(rng, ()) for _ in range(80)]
         best.append(min(ratios))
         by_chance.append(min(ratio_of(config) for config in drawn if config))
-    assert fmean(best) < fmean(by_chance)
+    assert median(best) < median(by_chance)
     assert fmean(last) < fmean(first)
 
 

@@ -243,7 +243,7 @@ def test_rejection_of_a_knob_that_means_nothing_there_names_the_reason(space: Sp
     assert rejection is not None
     assert rejection.rule == "when"
     assert "slice_columns cannot be 64" in rejection.sentence
-    assert "strategy in ('column_slices', 'mailbox', 'separate')" in rejection.sentence
+    assert "when way in ('slices', 'flagged_slices', 'second_kernel')" in rejection.sentence
 
 
 # ---- Normalising ---------------------------------------------------------------------------------
@@ -595,5 +595,5 @@ def test_layernorm_counts_both_sums_of_a_thread() -> None:
         assert variant.partial_stride == 2 * alike.partial_stride
         assert variant.sums_per_team == 2 * alike.sums_per_team
         assert variant.weight_bytes == alike.weight_bytes
-        assert variant.spec(132).columns == 2 * variant.columns
+        assert variant.spec(132).partial_columns == 2 * variant.columns
         assert variant.id != alike.id

@@ -13,7 +13,7 @@ from generator.operations import operation_of
 from generator.operations.rmsnorm_backward import Inputs
 from generator.problem import Problem
 from generator.target import Target
-from tests.support.samples import REDUCTION, plain_variant
+from tests.support.samples import BY_TEMPLATE, REDUCTION, plain_variant
 
 WITHOUT_DX, WITHOUT_DW = (CallOptions(without=frozenset({name})) for name in ("dx", "dw"))
 
@@ -21,7 +21,7 @@ WITHOUT_DX, WITHOUT_DW = (CallOptions(without=frozenset({name})) for name in ("d
 def small_variant(shape: str, reduction: str, target: Target, **knobs: int | str) -> Variant:
     """A plain variant with this reduction; a second kernel is small, for speed."""
     knobs = {**REDUCTION[reduction], **knobs}
-    if reduction == "separate":
+    if BY_TEMPLATE[reduction].launches > 1:
         knobs |= {"slice_columns": 128, "sum_threads": 128}
     return plain_variant(shape, target, **knobs)
 

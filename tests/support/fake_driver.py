@@ -51,24 +51,24 @@ SPEC = KernelSpec(
     sum_threads=512,
     smem_bytes=50_000,
     vector_bytes=16,
-    columns=1024,
+    partial_columns=1024,
     partial_stride=1024,
     slice_columns=32,
-    rows_in_flight=1,
+    batch_rows=1,
     rows_per_cta=2,
     cluster=1,
     dependent=False,
-    accumulates=False,
-    turns=False,
     levels=1,
     ctas_per_sm=1,
     even_grid=False,
     sms=132,
+    way="slices",
 )
 TARGET = {"name": "h200", "title": "H200", "arch": "sm_90a", "sms": 132}
-SEPARATE = replace(SPEC, name="two_kernels", strategy="separate", dependent=True, cluster=2)
-LAYER_NORM = {"operation": "layernorm_backward", "columns": 2048, "partial_stride": 2048}
-"""Fields that differ in a kernel of LayerNorm of the same row length."""
+TWO_KERNELS: dict[str, Any] = {"strategy": "separate", "way": "second_kernel"}
+SEPARATE = replace(SPEC, name="two_kernels", **TWO_KERNELS, dependent=True, cluster=2)
+LAYER_NORM = {"operation": "layernorm_backward", "partial_columns": 2048, "partial_stride": 2048}
+"""The facts in which a kernel of LayerNorm of the same row length differs."""
 
 
 class SumArguments(NamedTuple):
@@ -323,7 +323,7 @@ def entry(M: int, spec: KernelSpec = SPEC, **changes: Any) -> Tuned:
 
 
 def fallback(N: int, vector_bytes: int, least: int = 1) -> Kernel:
-    spec = replace(SPEC, N=N, exact=False, vector_bytes=vector_bytes, strategy="separate")
+    spec = replace(SPEC, N=N, exact=False, vector_bytes=vector_bytes, **TWO_KERNELS)
     spec = replace(spec, least=least)
     return Kernel(f"any{N}_{vector_bytes}", "", spec)
 

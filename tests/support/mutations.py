@@ -11,7 +11,7 @@ from generator.kernels.render import render
 from generator.kernels.variant import Variant
 from generator.problem import Problem
 from generator.target import Target
-from tests.support.samples import REDUCTION, plain_variant
+from tests.support.samples import BY_TEMPLATE, REDUCTION, plain_variant
 
 SCHEDULES = 200
 FIRST_SCHEDULES = 5
@@ -62,7 +62,7 @@ HANDOVER = (
 
 def make(mutation: Mutation, target: Target) -> Variant:
     knobs = {**REDUCTION[mutation.reduction], **mutation.knobs}
-    if mutation.reduction == "separate":  # a small second kernel, for speed
+    if BY_TEMPLATE[mutation.reduction].launches > 1:  # a small second kernel, for speed
         knobs = {"slice_columns": 128, "sum_threads": 128, **knobs}
     return plain_variant(mutation.shape, target, **knobs)
 

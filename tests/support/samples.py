@@ -18,6 +18,7 @@ from generator.kernels.compile_pool import CompilePool
 from generator.kernels.cubin_cache import compile_variant
 from generator.kernels.geometry import Config
 from generator.kernels.nvrtc import Compiled
+from generator.kernels.strategies import STRATEGIES
 from generator.kernels.variant import Variant, make_variant
 from generator.package.emit import emit_package
 from generator.package.entries import PROVENANCE_KEYS, Entry
@@ -32,19 +33,11 @@ from normforge.spec import MAIN_KERNEL
 
 SPACE = load_space()
 
-REDUCTION: dict[str, dict[str, int | str]] = {
-    "mailbox": {"strategy": "mailbox"},
-    "column_slices": {"strategy": "column_slices"},
-    "separate": {"strategy": "separate"},
-    "last_cta": {"strategy": "last_cta"},
-    "semaphore": {"strategy": "semaphore"},
-    "bulk_turns": {"strategy": "bulk_reduce", "order": "turns"},
-    "bulk_free": {"strategy": "bulk_reduce", "order": "free"},
-    "atomic": {"strategy": "atomic"},
-}
-"""Every way from partial dw to dw, by the name of its template."""
+BY_TEMPLATE = {strategy.template: strategy for strategy in STRATEGIES}
+REDUCTION: dict[str, dict[str, int | str]] = {n: {**s.knobs} for n, s in BY_TEMPLATE.items()}
+"""The knobs of every way from partial dw to dw, by the name of its template."""
 
-DETERMINISTIC = tuple(name for name in REDUCTION if name not in ("atomic", "bulk_free"))
+DETERMINISTIC = tuple(name for name, s in BY_TEMPLATE.items() if s.deterministic)
 DTYPES = tuple(ITEMSIZE)
 
 PLAIN: dict[str, int | str] = {
@@ -166,12 +159,11 @@ def cases(draw: st.DrawFn) -> tuple[Problem, Target, Variant]:
     a part of a warp for each row are drawn first, so that the rare ones show up."""
     problem, target = draw(problems()), draw(targets())
     bulk = target.has_bulk_copy
-    reductions = [name for name in REDUCTION if bulk or "bulk" not in name]
-    reduction = REDUCTION[draw(st.sampled_from(reductions))]
+    strategy = draw(st.sampled_from([s for s in STRATEGIES if bulk or not s.bulk_adds]))
     extras: list[dict[str, int | str]] = [{}, {"pipeline": "async"}]
     if bulk and problem.N * problem.itemsize % 16 == 0:
         extras.append({"pipeline": "bulk"})
-    if reduction["strategy"] not in ("semaphore", "bulk_reduce"):
+    if strategy.way != "in_turns" and not strategy.bulk_adds:
         for cluster in (2, 4, 8):
             whole = problem.N % cluster == 0 and problem.N * problem.itemsize >= 4096 * cluster
             extras += [{"cluster": cluster}] if bulk and whole else []
@@ -179,7 +171,11 @@ def cases(draw: st.DrawFn) -> tuple[Problem, Target, Variant]:
         extras.append({"threads_per_row": 8})
     extra = draw(st.sampled_from(extras))
     seed = draw(st.integers(0, 99))
-    return problem, target, _sampled(problem, target, seed, tuple({**reduction, **extra}.items()))
+    return (
+        problem,
+        target,
+        _sampled(problem, target, seed, tuple({**strategy.knobs, **extra}.items())),
+    )
 
 
 @cache

@@ -38,14 +38,15 @@ LEGAL = LegalConfigs(SPACE, PROBLEM, TARGET)
 FLOOR_US = 20.0
 """A floor that is long enough that the host, and so a launch less, does not count."""
 DW_COST = {
-    "column_slices": 0.05,
-    "mailbox": 0.07,
-    "separate": 0.09,
+    "slices": 0.05,
+    "flagged_slices": 0.07,
+    "second_kernel": 0.09,
     "last_cta": 0.12,
-    "semaphore": 0.15,
-    "bulk_reduce": 0.1,
-    "atomic": 0.04,
+    "in_turns": 0.15,
+    "on_arrival": 0.04,
 }
+"""Made-up costs by `Strategy.way`."""
+BULK_COST = 0.1
 
 
 def digest(*values: object) -> str:
@@ -64,7 +65,8 @@ def cost(variant: Variant) -> float:
     v = variant
     resident = v["ctas_per_sm"] * v.teams
     flying = max(v["stages"] - 1, 0.5) * v["rows_in_flight"] * resident * 2 * v.row_bytes
-    ratio = 1.0 + DW_COST[v["strategy"]] + 0.3 * max(0.0, 1 - flying / 65536)
+    dw = BULK_COST if v.strategy.bulk_adds else DW_COST[v.strategy.way]
+    ratio = 1.0 + dw + 0.3 * max(0.0, 1 - flying / 65536)
     ratio += 0.05 * abs(v.accumulators - 8) / 8 + 0.03 * (v["ctas_per_sm"] - 1)
     ratio += 0.02 * (v["slice_columns"] != 64) + 0.1 * (v["load_hint"] == "evict_first")
     ratio += 0.01 * (v["store_hint"] == "default") + 0.02 * (v["grid"] == "full")

@@ -1,4 +1,4 @@
-"""The terms that each strategy adds to the prediction after its main loop, in microseconds by part.
+"""The terms that each way to add up dw adds to a prediction, in microseconds by part.
 
 docs/prediction.md is the one-page account.
 """
@@ -15,7 +15,7 @@ def _arrival(case: Case, arrivals: int) -> float:
     return case.model.arrival_us + arrivals * case.model.counter_clocks / case.rates.clocks
 
 
-def _column_slices(case: Case) -> dict[str, float]:
+def _slices(case: Case) -> dict[str, float]:
     v, launch = case.variant, case.launch
     count = ceil_div(v.partial_columns, v.tail_columns) * v["cluster"]
     return {
@@ -24,8 +24,8 @@ def _column_slices(case: Case) -> dict[str, float]:
     }
 
 
-def _mailbox(case: Case) -> dict[str, float]:
-    parts = _column_slices(case)
+def _flagged_slices(case: Case) -> dict[str, float]:
+    parts = _slices(case)
     size = case.launch.participants * case.partial_row_bytes
     return {
         "arrival": parts["arrival"] - case.model.release_us,
@@ -33,7 +33,7 @@ def _mailbox(case: Case) -> dict[str, float]:
     }
 
 
-def _separate(case: Case) -> dict[str, float]:
+def _second_kernel(case: Case) -> dict[str, float]:
     m, launch, target = case.model, case.launch, case.rates.target
     threads = case.variant["sum_threads"]
     overlapped = case.variant["overlap"] == "dependent"
@@ -57,7 +57,7 @@ def _last_cta(case: Case) -> dict[str, float]:
     return {"arrival": arrival, "sums": sums}
 
 
-def _turns(case: Case) -> dict[str, float]:
+def _in_turns(case: Case) -> dict[str, float]:
     launch = case.launch
     turns = launch.group
     if case.variant["levels"] == 2:
@@ -66,34 +66,26 @@ def _turns(case: Case) -> dict[str, float]:
     return {"turns": turns * case.model.turn_us, "adds": turns * add}
 
 
-def _free_adds(case: Case, bytes_per_clock: float) -> dict[str, float]:
-    launch, rates = case.launch, case.rates
+def _on_arrival(case: Case) -> dict[str, float]:
+    launch, rates, model = case.launch, case.rates, case.model
+    bulk = case.variant.strategy.bulk_adds
+    bytes_per_clock = model.bulk_add_bytes_per_clock if bulk else model.add_bytes_per_clock
     size = launch.participants * case.partial_row_bytes
     # The last CTA to arrive narrows the fp32 sums to dw and zeroes them for the next call.
-    finish = case.model.l2_latency_us + 2 * case.partial_row_bytes / rates.port
+    finish = model.l2_latency_us + 2 * case.partial_row_bytes / rates.port
     return {
         "adds": size / (bytes_per_clock * rates.target.sms * rates.clocks),
         "arrival": _arrival(case, launch.participants) + finish,
     }
 
 
-def _atomic(case: Case) -> dict[str, float]:
-    return _free_adds(case, case.model.add_bytes_per_clock)
-
-
-def _bulk_free(case: Case) -> dict[str, float]:
-    return _free_adds(case, case.model.bulk_add_bytes_per_clock)
-
-
 DW_REDUCTIONS: dict[str, Callable[[Case], dict[str, float]]] = {
-    "mailbox": _mailbox,
-    "column_slices": _column_slices,
-    "separate": _separate,
+    "slices": _slices,
+    "flagged_slices": _flagged_slices,
+    "second_kernel": _second_kernel,
     "last_cta": _last_cta,
-    "semaphore": _turns,
-    "bulk_reduce": _turns,
-    "bulk_reduce (free)": _bulk_free,
-    "atomic": _atomic,
-    "none": lambda case: {},
+    "in_turns": _in_turns,
+    "on_arrival": _on_arrival,
+    "": lambda case: {},
 }
-"""The term of each strategy, by the rows of `generator.kernels.strategies.STRATEGIES`."""
+"""The term of each way to add, by `Strategy.way`."""

@@ -78,7 +78,7 @@ def _case(
 
 def _physical(case: Case) -> Prediction:
     variant = case.variant
-    parts = main_loop(case) | partials(case) | DW_REDUCTIONS[str(variant.strategy)](case)
+    parts = main_loop(case) | partials(case) | DW_REDUCTIONS[variant.strategy.way](case)
     if variant["cluster"] > 1:
         parts["cluster"] = case.model.cluster_us
     return Prediction(parts)

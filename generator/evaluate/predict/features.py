@@ -8,13 +8,13 @@ from math import ceil, log, log2
 
 from generator.evaluate.predict.model import Case, floor_us
 from generator.kernels.ptxas import Resources
+from generator.kernels.strategies import STRATEGIES
 
 PARTS = (
     *("launch", "traffic", "imbalance", "flight", "issue", "copies", "port", "drain", "fold"),
     *("partials", "arrival", "sums", "adds", "second_launch"),
 )
 """Parts of the physical prediction whose share of its sum is a feature."""
-STRATEGIES = ("column_slices", "mailbox", "separate", "last_cta")
 _DIGITS = 5
 """Rounded, so that the last bits of a logarithm decide nothing."""
 
@@ -73,4 +73,5 @@ def _kernel(case: Case, resources: Resources) -> dict[str, float]:
         "early": v["arrival"] == "early",
         "evict_last": v["load_hint"] == "evict_last",
     }
-    return found | {name: str(v.strategy) == name for name in STRATEGIES}
+    learned = (strategy for strategy in STRATEGIES if strategy.learned)
+    return found | {str(strategy): v.strategy == strategy for strategy in learned}
