@@ -50,7 +50,7 @@ def shapes() -> list[Shape]:
 
 
 def test_fitted_file_is_of_the_committed_studies() -> None:
-    """Searches that go on append to the studies, and leave the model as it is."""
+    """The studies are as they were: searches that go on append, and leave the model as it is."""
     found = digests_of(FOLDERS, FITTED.studies)
     assert found == FITTED.studies, "what was fitted changed: python -m benchmarks.prediction fit"
 

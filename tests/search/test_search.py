@@ -47,7 +47,8 @@ def test_the_search_ends_when_nothing_is_left(storage: BaseStorage, tmp_path: Pa
 def test_a_search_with_nothing_left_still_measures_the_overhead_of_determinism(
     storage: BaseStorage, tmp_path: Path
 ) -> None:
-    """A run measures as much of it as the budget says, and no more in a later run."""
+    """A run measures as much of it as the budget says, though more trials are left, and a later
+    run no more."""
     several = {"strategy": ["column_slices", "atomic"], "stages": [3, 2, 4]}
     several |= {"store_hint": ["default", "streaming"], "grid": ["full", "even"]}
     space = shrink(tmp_path, LEGAL.first(1)[0], **several)
