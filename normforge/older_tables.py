@@ -1,4 +1,4 @@
-"""What tables of the format before this one say of a kernel, in today's words."""
+"""This module says in today's words what tables of the format before say of a kernel."""
 
 from __future__ import annotations
 

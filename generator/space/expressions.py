@@ -59,8 +59,8 @@ def _participants(v: Geometry, target: Target) -> int:
 
 
 class Derived(NamedTuple):
-    """What follows from a config. knobs: those that it needs, as far as a space has them; value:
-    computes it."""
+    """A value that follows from a config. knobs: those that it needs, as far as a space has them;
+    value: computes it."""
 
     knobs: tuple[str, ...]
     value: Callable[[Geometry, Problem, Target], Any]

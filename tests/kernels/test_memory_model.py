@@ -229,7 +229,7 @@ SHARED = {
 
 
 def steps_of(strategy: Strategy) -> dict[tuple[str, str], list[str]]:
-    """The same of a strategy's own fragments, as its row says."""
+    """Return what the functions of a strategy's own fragments call, as its row says."""
     found = {}
     for said in strategy.steps:
         place, _, calls = said.partition(": ")

@@ -43,7 +43,7 @@ def test_config_of_older_templates_is_one_sentence() -> None:
 
 
 def test_every_strategy_is_searched_and_drawn_by_the_tests() -> None:
-    """Which know it by its template: two rows with one would be drawn once."""
+    """The tests know it by its template: two rows with one would be drawn once."""
     assert [strategy_of(knobs) for knobs in REDUCTION.values()] == [*STRATEGIES]
     (searched,) = (knob.values for knob in SPACE.knobs if knob.name == "strategy")
     assert list(searched) == list(dict.fromkeys(strategy.name for strategy in STRATEGIES))

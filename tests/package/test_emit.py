@@ -358,7 +358,7 @@ STRATEGY_BEFORE = {
 
 
 def of_format_4(kernel: dict[str, Any], strategy: str) -> None:
-    """What that format says of a kernel."""
+    """Change the facts of a kernel to those that format 4 has."""
     spec = kernel["spec"]
     del spec["way"]
     spec["columns"] = spec.pop("partial_columns")

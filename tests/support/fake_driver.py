@@ -68,7 +68,7 @@ TARGET = {"name": "h200", "title": "H200", "arch": "sm_90a", "sms": 132}
 TWO_KERNELS: dict[str, Any] = {"strategy": "separate", "way": "second_kernel"}
 SEPARATE = replace(SPEC, name="two_kernels", **TWO_KERNELS, dependent=True, cluster=2)
 LAYER_NORM = {"operation": "layernorm_backward", "partial_columns": 2048, "partial_stride": 2048}
-"""What differs in a kernel of LayerNorm of the same row length."""
+"""The facts that differ in a kernel of LayerNorm of the same row length."""
 
 
 class SumArguments(NamedTuple):

@@ -45,7 +45,7 @@ DW_COST = {
     "in_turns": 0.15,
     "on_arrival": 0.04,
 }
-"""By `Strategy.way`."""
+"""The made-up cost of each way to add, `Strategy.way`."""
 BULK_COST = 0.1
 
 
