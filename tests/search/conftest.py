@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+
+from tests.support import searches
 
 
 @pytest.fixture
-def quick_proposals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sampler looks at few candidates, with small forests. For tests that do not depend on how
-    good its proposals are: three quarters of a search on a made-up cost are its looking."""
-    monkeypatch.setattr("generator.search.sampler.DRAWN", 8)
-    monkeypatch.setattr("generator.search.sampler.STEP", (4, 1))
-    monkeypatch.setattr("generator.search.surrogate.TREES", 3)
+def quick_proposals() -> Iterator[None]:
+    with searches.quick_proposals():
+        yield
