@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from generator.paths import REPOSITORY
+from tests.support.fresh import run_fresh
 from tests.support.patience import patience
 
 PROGRAM = """
@@ -238,12 +239,7 @@ print("done")
 
 def test_dtensor_may_be_imported_after_a_model_that_is_compiled(tmp_path: Path) -> None:
     script = DTENSOR_LATEST.format(root=str(REPOSITORY), folder=str(tmp_path))
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=patience(200),
-    )
+    done = run_fresh(script, REPOSITORY)
     assert done.stdout.strip().endswith("done"), done.stderr[-3000:]
 
 

@@ -24,12 +24,7 @@ SERVER = """
 import json, os, sys, warnings
 import torch
 
-for line in sys.stdin:
-    asked = json.loads(line)
-    child = os.fork()
-    if child:
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-        continue
+def become(asked):
     os.chdir(asked["cwd"])
     os.environ.clear()
     os.environ.update(asked["env"])
@@ -38,8 +33,17 @@ for line in sys.stdin:
         os.dup2(os.open(path, os.O_WRONLY), number)
     sys.path[1:1] = asked["paths"]
     warnings.simplefilter("ignore")
-    exec(compile(asked["program"], "program", "exec"), {"__name__": "__main__"})
-    break
+    names, program = globals(), compile(asked["program"], "program", "exec")
+    names.clear()
+    names["__name__"] = "__main__"
+    exec(program, names)
+
+for line in sys.stdin:
+    child = os.fork()
+    if not child:
+        become(json.loads(line))
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
