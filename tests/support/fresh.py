@@ -7,6 +7,7 @@ needs a Python of its own.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import select
@@ -49,8 +50,8 @@ for line in sys.stdin:
 
 @cache
 def server() -> subprocess.Popen[str]:
-    """Ends with the process that started it, whose end of the pipe is then closed."""
-    return subprocess.Popen(
+    """Ends with the process that started it."""
+    started = subprocess.Popen(
         [sys.executable, "-c", SERVER],
         cwd=tempfile.gettempdir(),
         env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
@@ -59,6 +60,8 @@ def server() -> subprocess.Popen[str]:
         text=True,
         start_new_session=True,
     )
+    atexit.register(started.communicate)  # which closes its input
+    return started
 
 
 def run_fresh(
