@@ -177,7 +177,10 @@ assert all(results[1] == Replicate() for results in placements(None, weight=None
 
 @pytest.fixture(scope="module")
 def wrong(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What went wrong in each part. One process takes them all: importing DTensor takes longer."""
+    """Return what went wrong in each part.
+
+    One process takes them all, because importing DTensor takes longer.
+    """
     program = PROGRAM.format(root=str(REPOSITORY), folder=str(tmp_path_factory.mktemp("dtensor")))
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", program],

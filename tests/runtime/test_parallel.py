@@ -86,7 +86,7 @@ print("done")
 
 
 def runs_to_its_end(script: str, folder: Path) -> None:
-    """In a process of its own: process groups and operators are global."""
+    """Run a script in a process of its own: process groups and operators are global."""
     done = run_fresh(script.format(root=REPOSITORY, folder=folder), REPOSITORY)
     assert done.stdout.strip().endswith("done"), done.stderr[-3000:]
 

@@ -1,4 +1,4 @@
-"""What searches on a made-up cost have in common."""
+"""Fixtures of the searches on a made-up cost."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ for line in sys.stdin:
 
 @cache
 def server() -> subprocess.Popen[str]:
-    """Ends with the process that started it."""
+    """Start the server of this process, which ends with it."""
     started = subprocess.Popen(
         [sys.executable, "-c", SERVER],
         cwd=tempfile.gettempdir(),
@@ -67,7 +67,7 @@ def server() -> subprocess.Popen[str]:
 def run_fresh(
     program: str, cwd: Path, paths: Sequence[Path] = (), **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """What `python -W ignore -c program` does that finds modules in `cwd` and in `paths`."""
+    """Do what `python -W ignore -c program` does that finds modules in `cwd` and in `paths`."""
     found = list(map(str, paths))
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(found), **environment}
     with tempfile.TemporaryDirectory() as folder:

@@ -53,8 +53,11 @@ def search(
 
 @contextmanager
 def quick_proposals() -> Iterator[None]:
-    """The sampler looks at few candidates, with small forests. For tests that do not depend on how
-    good its proposals are: three quarters of a search on a made-up cost are its looking."""
+    """Let the sampler look at few candidates, with small forests.
+
+    For tests that do not depend on how good its proposals are: three quarters of a search on a
+    made-up cost are its looking.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("generator.search.sampler.DRAWN", 8)
         patch.setattr("generator.search.sampler.STEP", (4, 1))
