@@ -28,6 +28,12 @@ settings.load_profile("fixed")
 # Inductor compiles little here: less than its pool of processes takes to start.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
+# Tensors are small here: threads that share the work spend most of their time waiting for it, each
+# on a core that another worker of pytest could use. The processes that tests start do the same.
+if "OMP_NUM_THREADS" not in os.environ:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+
 
 @cache
 def why_no_gpu() -> str:

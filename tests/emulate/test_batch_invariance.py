@@ -159,12 +159,15 @@ def test_clusters_and_odd_teams_as_well(shape: tuple[int, str]) -> None:
 
 @pytest.mark.parametrize("slice_columns", [32, 128, 256])
 def test_rounds_of_the_sum_are_whole_chunks(slice_columns: int) -> None:
-    """384 threads, which no power of two divides, over several chunks."""
-    problem = Problem(CHUNK_ROWS + 300, 3072, "bf16", "bf16", operation=OPERATION)
+    """192 threads, three times a power of two, over several chunks. As for rows of 3072, which take
+    twice as many, with a quarter of the columns."""
+    wide = Problem(CHUNK_ROWS + 300, 3072, "bf16", "bf16", operation=OPERATION)
+    problem = replace(wide, N=768)
     inputs = cancelling_inputs(problem)
     wanted = {"strategy": "column_slices", "slice_columns": slice_columns, "rows_per_cta": 2}
-    variant = draw(problem, 1, leaves="groups", rows_in_flight=1, **wanted)
-    assert variant.threads == 384
+    drawn = draw(wide, 1, leaves="groups", rows_in_flight=1, **wanted)
+    variant = make_variant({**drawn.config, "threads_per_row": 96}, problem)
+    assert (drawn.threads, variant.threads) == (384, 192)
     _, dw = run(variant, inputs, 3)
     assert torch.equal(dw, stated_order()(inputs.x, inputs.dy, inputs.rstd, **order_of(variant)))
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
@@ -25,21 +22,14 @@ from generator.package.standalone import (
 from generator.paths import GENERATED, LIBRARY, REPOSITORY
 from normforge.cubins import CUBINS
 from normforge.table import Table
+from tests.support.fresh import run_fresh
 from tests.support.packages import BEFORE, entry, put, snapshot
-from tests.support.patience import patience
 from tests.support.wheels import wheel_of
 
 
 def run(program: str, *paths: Path, **environment: str) -> str:
     """Return what a program prints that finds modules in some folders, and the library nowhere."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program],
-        cwd=paths[0],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), **environment},
-        capture_output=True,
-        text=True,
-        timeout=patience(200),
-    )
+    done = run_fresh(program, paths[0], paths, **environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.strip()
 

@@ -23,6 +23,7 @@ from generator.paths import REPOSITORY
 from generator.target import load_targets
 from normforge import packages as packages_module
 from normforge.packages import Gpu, Tuned, choose
+from tests.support.fresh import run_fresh
 from tests.support.packages import BEFORE
 from tests.support.wheels import wheel_of
 
@@ -263,15 +264,7 @@ except AttributeError:
 
 def run(program: str, path: Path, folder: Path) -> None:
     """Run a program that ends by printing "done". path: where it imports from."""
-    environment = {**os.environ, "NORMFORGE_GPU": "h200", "PYTHONPATH": str(path)}
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=folder,
-        timeout=200,
-    )
+    done = run_fresh(program, folder, [path], NORMFORGE_GPU="h200")
     assert done.stdout.strip() == "done", done.stderr[-3000:]
 
 

@@ -45,6 +45,7 @@ from generator.studies.reader import Study, describe_location, read_studies
 from generator.studies.storage import JOURNAL_NAME, open_storage
 from generator.studies.study_log import StudyLog
 from tests.support.patience import patience
+from tests.support.searches import quick_proposals
 from tests.support.synthetic import TARGET, FakeEvaluator, FakePool, cost
 
 ROOT = REPOSITORY
@@ -70,7 +71,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for shape in shapes:
             legal = LegalConfigs(space, Problem.parse(shape), TARGET)
             evaluator = Unlucky(cost, evidence=evidence)
-            search_problem(legal, FakePool(), evaluator, storage, Budget(trials=40))
+            with quick_proposals():
+                search_problem(legal, FakePool(), evaluator, storage, Budget(trials=40))
     return folder
 
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -26,7 +23,7 @@ from normforge.serve import checks
 from normforge.serve.options import PLAIN, Arguments
 from normforge.table import TABLE, ForwardTable, Table
 from tests.support.fake_driver import SPEC, entry, tensors
-from tests.support.patience import patience
+from tests.support.fresh import run_fresh
 
 GPUS = (
     Gpu("NVIDIA H200", (9, 0)),
@@ -249,14 +246,8 @@ print(normforge.explain(4096, 4096, "bf16")["gpu"])
 
 
 def run(script: str, folder: Path, gpu: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script.replace("{folder}", str(folder))],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "NORMFORGE_GPU": gpu},
-        timeout=patience(200),
-    )
+    program = script.replace("{folder}", str(folder))
+    done = run_fresh(program, folder, [REPOSITORY], NORMFORGE_GPU=gpu)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.strip()
 

@@ -6,8 +6,6 @@ import copy
 import functools
 import io
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,9 @@ import generated.h200.rmsnorm_backward as h200_rmsnorm
 import normforge
 import normforge.batch_invariant as invariant
 import normforge.layernorm as layernorm
+from generator.paths import REPOSITORY
 from normforge.api import Package
+from tests.support.fresh import run_fresh
 
 MODULES: list[Any] = [normforge, invariant, layernorm, h200_rmsnorm, h200_layernorm]
 FUNCTIONS = [
@@ -71,7 +71,7 @@ def test_another_process_gets_its_own_functions(tmp_path: Path) -> None:
         f"import pickle, normforge; found = pickle.load(open({str(file)!r}, 'rb')); "
         "assert normforge.rms_norm in found and normforge.install in found"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+    run_fresh(code, REPOSITORY).check_returncode()
 
 
 class NoNorm(torch.nn.RMSNorm):
@@ -123,7 +123,7 @@ def test_another_process_reads_a_patched_model(tmp_path: Path) -> None:
         f"import torch; model = torch.load({str(file)!r}, weights_only=False); "
         "assert 'by Normforge' in repr(model); model(torch.randn(3, 8)).sum().backward()"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+    run_fresh(code, REPOSITORY).check_returncode()
 
 
 def test_a_copy_of_a_model_has_no_main_grad() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from generator.paths import REPOSITORY
+from tests.support.fresh import run_fresh
 from tests.support.patience import patience
 
-DTENSOR = """
-import sys
+PROGRAM = """
+import json, sys, traceback
 sys.path.insert(0, {root!r})
 from pathlib import Path
 import torch
@@ -20,11 +22,43 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.support.entry_points import write_package
 
-package = write_package(Path({folder!r}))  # before DTensor is imported
+package = write_package(Path({folder!r}) / "package")
+assert "torch.distributed.tensor" not in sys.modules
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, init_device_mesh
 
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
 mesh = init_device_mesh("cpu", (2,))
+dy, x, stream, rstd, weight = (
+    torch.randn(n) for n in ((4, 8), (4, 8), (4, 8), (4, 1), (8,))
+)
+
+def split(tensor):
+    return DTensor.from_local(tensor, mesh, [Shard(0)])
+
+def everywhere(tensor):
+    return DTensor.from_local(tensor, mesh, [Replicate()])
+
+for name, part in json.load(sys.stdin).items():
+    try:
+        exec(part, dict(globals()))
+        wrong = ""
+    except Exception:
+        wrong = traceback.format_exc()
+    print(json.dumps([name, wrong]))
+"""
+"""Runs parts that know a mesh of two, and tells what went wrong in each."""
+
+PARTS = {}
+PARTS["imported after the package"] = """
+rows = [DTensor.from_local(t, mesh, [Shard(0)]) for t in (dy, x, rstd)]
+everywhere = DTensor.from_local(weight, mesh, [Replicate()])
+dx, dw = package.rmsnorm_backward(*rows, everywhere)
+assert (dx.placements, dw.placements) == ((Shard(0),), (Partial("sum"),))
+wanted = package.rmsnorm_backward(dy, x, rstd, weight)
+assert torch.equal(dx.to_local(), wanted[0]) and torch.equal(dw.to_local(), wanted[1])
+"""
+
+PARTS["rows and dw"] = """
 local, scale = torch.randn(2, 3, 4, 16), torch.randn(16)
 x = DTensor.from_local(local, mesh, [Shard(1)]).requires_grad_()
 weight = DTensor.from_local(scale, mesh, [Replicate()]).requires_grad_()
@@ -68,55 +102,116 @@ x.grad = weight.grad = None
 step(x, weight).backward(DTensor.from_local(dy, mesh, [Shard(1)]))
 assert torch.equal(x.grad.to_local(), dx)
 assert weight.grad.placements == (Partial("sum"),)
-print("done")
+"""
+
+PARTS["wanted"] = """
+given = [*map(split, (dy, x, rstd)), everywhere(weight)]
+wanted = package.rmsnorm_backward(dy, x, rstd, weight)
+for need_dx, need_dw in ((True, False), (True, True), (False, True), (True, True)):
+    dx, dw = package.rmsnorm_backward(*given, need_dx=need_dx, need_dw=need_dw)
+    assert (dx is not None, dw is not None) == (need_dx, need_dw)
+    if need_dx:
+        assert (dx.shape, dx.placements) == ((8, 8), (Shard(0),)), (dx.shape, dx.placements)
+        assert torch.equal(dx.to_local(), wanted[0])
+    if need_dw:
+        assert (dw.shape, dw.placements) == ((8,), (Partial("sum"),)), (dw.shape, dw.placements)
+        assert torch.equal(dw.to_local(), wanted[1])
+for dtype in (torch.float32, torch.bfloat16, torch.float32):
+    narrow = [t.bfloat16() for t in given[:2]]
+    _, dw = package.rmsnorm_backward(*narrow, given[2], given[3].bfloat16(), dw_dtype=dtype)
+    assert dw.dtype == dw.to_local().dtype == dtype, (dw.dtype, dtype)
+"""
+
+PARTS["frozen norms and used streams"] = """
+def train(rows, scale, frozen, norm):
+    rows, scale = rows.detach().requires_grad_(), scale.detach().requires_grad_()
+    norm(norm(rows, scale), frozen).sin().sum().backward()
+    return rows.grad, scale.grad
+
+dx, dw = train(split(x), everywhere(weight), everywhere(weight), package.rms_norm)
+assert (dx.shape, dw.shape, dw.placements) == ((8, 8), (8,), (Partial("sum"),)), (dx, dw)
+local = train(x, weight, weight, package.rms_norm)
+assert torch.equal(dx.to_local(), local[0]) and torch.equal(dw.to_local(), local[1])
+
+def stream_step(rows, residual, scale):
+    leaves = [t.detach().requires_grad_() for t in (rows, residual, scale)]
+    y, h = package.rms_norm(*leaves[::2], residual=leaves[1])
+    (y.sin().sum() + h.cos().sum()).backward()
+    return [leaf.grad for leaf in leaves]
+
+for dtype in (torch.float32, torch.bfloat16):
+    rows, scale = x.to(dtype), weight.to(dtype)
+    found = stream_step(split(rows), split(stream), everywhere(scale))
+    for one, two in zip(found, stream_step(rows, stream, scale), strict=True):
+        assert one.dtype == two.dtype and torch.equal(one.to_local(), two)
+    assert [g.placements for g in found] == [(Shard(0),), (Shard(0),), (Partial("sum"),)]
+"""
+
+PARTS["placements"] = """
+from types import SimpleNamespace
+from normforge.frontends.dtensor import _rms_norm_backward
+
+def given(*shape, dtype=torch.bfloat16):
+    return SimpleNamespace(ndim=len(shape), dtype=dtype)
+
+def placements(dresidual, need_dx=True, need_dw=True, weight=given(8)):
+    x = given(4, 6, 8)
+    found = _rms_norm_backward(x, x, x, weight, dresidual, None, 0.0, need_dx, need_dw, "")
+    return [results for results, _ in found]
+
+# What is not wanted, and the third result of a residual of x's dtype, is an empty tensor: whole.
+for results in placements(given(4, 6, 8)):
+    assert results[2] == Replicate(), results
+rows = [results[0] for results in placements(None)]
+assert rows == [Replicate(), Shard(0), Shard(1)], rows
+wide = placements(given(4, 6, 8, dtype=torch.float32))
+assert [results[2] for results in wide] == rows, wide
+assert [results[1] for results in wide] == [Replicate(), Partial("sum"), Partial("sum")]
+for wanted in ((True, False), (False, True)):
+    for results, shard in zip(placements(None, *wanted), rows):
+        assert results[0] == (shard if wanted[0] else Replicate())
+        assert wanted[1] or results[1] == Replicate()
+assert all(results[1] == Replicate() for results in placements(None, weight=None))
 """
 
 
-def runs_to_its_end(script: str, folder: Path) -> None:
-    """Run a script in a process of its own, and assert that it ends well."""
-    root = str(REPOSITORY)
-    script = script.format(root=root, folder=str(folder))
+@pytest.fixture(scope="module")
+def wrong(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Return what went wrong in each part.
+
+    One process takes them all, because importing DTensor takes longer.
+    """
+    program = PROGRAM.format(root=str(REPOSITORY), folder=str(tmp_path_factory.mktemp("dtensor")))
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script],
+        [sys.executable, "-W", "ignore", "-c", program],
+        input=json.dumps(PARTS),
         capture_output=True,
         text=True,
         timeout=patience(200),
     )
-    assert done.stdout.strip().endswith("done"), done.stderr[-3000:]
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(map(json.loads, done.stdout.splitlines()))
 
 
-def test_dtensor_shards_rows_and_leaves_dw_partial(tmp_path: Path) -> None:
-    runs_to_its_end(DTENSOR, tmp_path)
+def test_dtensor_may_be_imported_after_the_package(wrong: dict[str, str]) -> None:
+    assert wrong["imported after the package"] == ""
 
 
-DTENSOR_LATE = """
-import sys
-sys.path.insert(0, "{root}")
-from pathlib import Path
-import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from tests.support.entry_points import write_package
-
-package = write_package(Path("{folder}") / "package")
-assert "torch.distributed.tensor" not in sys.modules
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, init_device_mesh
-
-dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-mesh = init_device_mesh("cpu", (2,))
-dy, x, rstd, weight = (torch.randn(n) for n in ((4, 8), (4, 8), (4, 1), (8,)))
-rows = [DTensor.from_local(t, mesh, [Shard(0)]) for t in (dy, x, rstd)]
-everywhere = DTensor.from_local(weight, mesh, [Replicate()])
-dx, dw = package.rmsnorm_backward(*rows, everywhere)
-assert (dx.placements, dw.placements) == ((Shard(0),), (Partial("sum"),))
-wanted = package.rmsnorm_backward(dy, x, rstd, weight)
-assert torch.equal(dx.to_local(), wanted[0]) and torch.equal(dw.to_local(), wanted[1])
-print("done")
-"""
+def test_dtensor_shards_rows_and_leaves_dw_partial(wrong: dict[str, str]) -> None:
+    assert wrong["rows and dw"] == ""
 
 
-def test_dtensor_may_be_imported_after_the_package(tmp_path: Path) -> None:
-    runs_to_its_end(DTENSOR_LATE, tmp_path)
+def test_what_is_wanted_is_no_matter_of_an_earlier_call(wrong: dict[str, str]) -> None:
+    """DTensor remembers how the results of an operator are split, and their shapes."""
+    assert wrong["wanted"] == ""
+
+
+def test_frozen_norms_and_used_streams_on_shards(wrong: dict[str, str]) -> None:
+    assert wrong["frozen norms and used streams"] == ""
+
+
+def test_placement_of_every_result_is_that_of_what_it_holds(wrong: dict[str, str]) -> None:
+    assert wrong["placements"] == ""
 
 
 DTENSOR_LATEST = """
@@ -146,130 +241,13 @@ print("done")
 
 
 def test_dtensor_may_be_imported_after_a_model_that_is_compiled(tmp_path: Path) -> None:
-    runs_to_its_end(DTENSOR_LATEST, tmp_path)
-
-
-PRELUDE = """
-import sys
-sys.path.insert(0, "{root}")
-from pathlib import Path
-import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from tests.support.entry_points import write_package
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, init_device_mesh
-
-package = write_package(Path("{folder}") / "package")
-dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-mesh = init_device_mesh("cpu", (2,))
-dy, x, stream, rstd, weight = (
-    torch.randn(n) for n in ((4, 8), (4, 8), (4, 8), (4, 1), (8,))
-)
-
-def split(tensor):
-    return DTensor.from_local(tensor, mesh, [Shard(0)])
-
-def everywhere(tensor):
-    return DTensor.from_local(tensor, mesh, [Replicate()])
-"""
-
-DTENSOR_WANTED = """
-given = [*map(split, (dy, x, rstd)), everywhere(weight)]
-wanted = package.rmsnorm_backward(dy, x, rstd, weight)
-for need_dx, need_dw in ((True, False), (True, True), (False, True), (True, True)):
-    dx, dw = package.rmsnorm_backward(*given, need_dx=need_dx, need_dw=need_dw)
-    assert (dx is not None, dw is not None) == (need_dx, need_dw)
-    if need_dx:
-        assert (dx.shape, dx.placements) == ((8, 8), (Shard(0),)), (dx.shape, dx.placements)
-        assert torch.equal(dx.to_local(), wanted[0])
-    if need_dw:
-        assert (dw.shape, dw.placements) == ((8,), (Partial("sum"),)), (dw.shape, dw.placements)
-        assert torch.equal(dw.to_local(), wanted[1])
-for dtype in (torch.float32, torch.bfloat16, torch.float32):
-    narrow = [t.bfloat16() for t in given[:2]]
-    _, dw = package.rmsnorm_backward(*narrow, given[2], given[3].bfloat16(), dw_dtype=dtype)
-    assert dw.dtype == dw.to_local().dtype == dtype, (dw.dtype, dtype)
-print("done")
-"""
-
-
-@pytest.mark.slow
-def test_what_is_wanted_is_no_matter_of_an_earlier_call(tmp_path: Path) -> None:
-    """DTensor remembers how the results of an operator are split, and their shapes."""
-    runs_to_its_end(PRELUDE + DTENSOR_WANTED, tmp_path)
-
-
-DTENSOR_FROZEN = """
-def train(rows, scale, frozen, norm):
-    rows, scale = rows.detach().requires_grad_(), scale.detach().requires_grad_()
-    norm(norm(rows, scale), frozen).sin().sum().backward()
-    return rows.grad, scale.grad
-
-dx, dw = train(split(x), everywhere(weight), everywhere(weight), package.rms_norm)
-assert (dx.shape, dw.shape, dw.placements) == ((8, 8), (8,), (Partial("sum"),)), (dx, dw)
-local = train(x, weight, weight, package.rms_norm)
-assert torch.equal(dx.to_local(), local[0]) and torch.equal(dw.to_local(), local[1])
-
-def stream_step(rows, residual, scale):
-    leaves = [t.detach().requires_grad_() for t in (rows, residual, scale)]
-    y, h = package.rms_norm(*leaves[::2], residual=leaves[1])
-    (y.sin().sum() + h.cos().sum()).backward()
-    return [leaf.grad for leaf in leaves]
-
-for dtype in (torch.float32, torch.bfloat16):
-    rows, scale = x.to(dtype), weight.to(dtype)
-    found = stream_step(split(rows), split(stream), everywhere(scale))
-    for one, two in zip(found, stream_step(rows, stream, scale), strict=True):
-        assert one.dtype == two.dtype and torch.equal(one.to_local(), two)
-    assert [g.placements for g in found] == [(Shard(0),), (Shard(0),), (Partial("sum"),)]
-print("done")
-"""
-
-
-@pytest.mark.slow
-def test_frozen_norms_and_used_streams_on_shards(tmp_path: Path) -> None:
-    runs_to_its_end(PRELUDE + DTENSOR_FROZEN, tmp_path)
-
-
-PLACEMENTS = """
-import sys
-sys.path.insert(0, "{root}")
-from types import SimpleNamespace
-import torch
-from torch.distributed.tensor import Partial, Replicate, Shard
-from normforge.frontends.dtensor import _rms_norm_backward
-
-def given(*shape, dtype=torch.bfloat16):
-    return SimpleNamespace(ndim=len(shape), dtype=dtype)
-
-def placements(dresidual, need_dx=True, need_dw=True, weight=given(8)):
-    x = given(4, 6, 8)
-    found = _rms_norm_backward(x, x, x, weight, dresidual, None, 0.0, need_dx, need_dw, "")
-    return [results for results, _ in found]
-
-# What is not wanted, and the third result of a residual of x's dtype, is an empty tensor: whole.
-for results in placements(given(4, 6, 8)):
-    assert results[2] == Replicate(), results
-rows = [results[0] for results in placements(None)]
-assert rows == [Replicate(), Shard(0), Shard(1)], rows
-wide = placements(given(4, 6, 8, dtype=torch.float32))
-assert [results[2] for results in wide] == rows, wide
-assert [results[1] for results in wide] == [Replicate(), Partial("sum"), Partial("sum")]
-for wanted in ((True, False), (False, True)):
-    for results, shard in zip(placements(None, *wanted), rows):
-        assert results[0] == (shard if wanted[0] else Replicate())
-        assert wanted[1] or results[1] == Replicate()
-assert all(results[1] == Replicate() for results in placements(None, weight=None))
-print("done")
-"""
-
-
-def test_placement_of_every_result_is_that_of_what_it_holds(tmp_path: Path) -> None:
-    runs_to_its_end(PLACEMENTS, tmp_path)
+    script = DTENSOR_LATEST.format(root=str(REPOSITORY), folder=str(tmp_path))
+    done = run_fresh(script, REPOSITORY)
+    assert done.stdout.strip().endswith("done"), done.stderr[-3000:]
 
 
 MAIN_GRAD = """
-import sys
+import os, sys
 sys.path.insert(0, "{root}")
 from pathlib import Path
 import torch
@@ -277,7 +255,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 from tests.support.entry_points import write_package
 
-rank = int(sys.argv[1])
+other = os.fork()
+rank = 0 if other else 1
 dist.init_process_group("gloo", init_method="file://{folder}/store", rank=rank, world_size=2)
 mesh = init_device_mesh("cpu", (2,))
 torch.manual_seed(0)
@@ -298,6 +277,7 @@ try:
     norm(shards).sum().backward()
 except TypeError as error:
     assert "main_grad must be a DTensor, as the weight is, got Tensor: make it" in str(error), error
+    assert not other or os.waitpid(other, 0)[1] == 0
     print("done")
 """
 
@@ -306,7 +286,5 @@ def test_dw_of_all_ranks_is_added_to_a_main_grad_that_is_split_like_its_weight(
     tmp_path: Path,
 ) -> None:
     script = MAIN_GRAD.format(root=str(REPOSITORY), folder=str(tmp_path))
-    command = [sys.executable, "-W", "ignore", "-c", script]
-    ranks = [subprocess.Popen([*command, rank], stdout=subprocess.PIPE, text=True) for rank in "01"]
-    said = [rank.communicate(timeout=patience(200))[0] for rank in ranks]
-    assert [text.splitlines()[-1:] for text in said] == [["done"], ["done"]]  # Gloo may speak first
+    done = run_fresh(script, REPOSITORY)
+    assert done.stdout.splitlines().count("done") == 2, done.stderr[-3000:]  # Gloo speaks as well

@@ -3,8 +3,6 @@ subclasses of tensors."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,6 +21,7 @@ from generator.paths import REPOSITORY
 from normforge import RMSNormGated, rms_norm_gated
 from normforge.frontends.gated_node import SERVED, rms_norm_gated_backward
 from normforge.operations import GATED_BACKWARDS
+from tests.support.fresh import run_fresh
 
 N, GROUP = 16, 8
 of_kind = pytest.mark.parametrize("kind", GATED_BACKWARDS)
@@ -186,8 +185,6 @@ print("done")
 
 def test_shards_of_a_mesh_are_pytorchs_operators() -> None:
     code = DTENSOR.format(root=str(REPOSITORY))
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False
-    )
+    done = run_fresh(code, REPOSITORY)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().endswith("done")

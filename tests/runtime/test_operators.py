@@ -4,8 +4,6 @@ fake tensors."""
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from tests.support.entry_points import (
     same,
     write_package,
 )
+from tests.support.fresh import run_fresh
 from tests.support.patience import patience
 
 
@@ -275,10 +274,5 @@ print("done")
 def test_forked_child_works_after_import(tmp_path: Path) -> None:
     """The process has computed nothing: PyTorch's threads do not survive a fork."""
     script = FORKED.format(root=REPOSITORY, folder=tmp_path, patience=patience(60))
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=patience(120),
-    )
+    done = run_fresh(script, REPOSITORY)
     assert done.stdout.strip() == "done", done.stderr[-3000:]

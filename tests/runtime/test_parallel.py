@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 from generator.paths import REPOSITORY
-from tests.support.patience import patience
+from tests.support.fresh import run_fresh
 
 START = """
 import sys
@@ -88,13 +86,8 @@ print("done")
 
 
 def runs_to_its_end(script: str, folder: Path) -> None:
-    """Run a script in a process of its own, because process groups and operators are global."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script.format(root=REPOSITORY, folder=folder)],
-        capture_output=True,
-        text=True,
-        timeout=patience(200),
-    )
+    """Run a script in a process of its own: process groups and operators are global."""
+    done = run_fresh(script.format(root=REPOSITORY, folder=folder), REPOSITORY)
     assert done.stdout.strip().endswith("done"), done.stderr[-3000:]
 
 

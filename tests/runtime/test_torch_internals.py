@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from generator.paths import REPOSITORY
+from tests.support.fresh import run_fresh
 
 SCRIPT = """
 import sys
@@ -84,9 +83,7 @@ def test_who_watches_operators_is_found_out_by_the_operators(
 ) -> None:
     """PyTorch may refuse them instead, but nobody is passed over in silence."""
     script = SCRIPT.format(root=REPOSITORY, folder=tmp_path, owner=owner, name=name)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=200
-    )
+    done = run_fresh(script, REPOSITORY)
     assert done.stdout.strip().endswith("done"), done.stderr[-3000:]
 
 
@@ -123,7 +120,5 @@ print("done")
 
 def test_missing_names_have_public_functions_in_their_place() -> None:
     script = CUDA_SCRIPT.format(root=REPOSITORY)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=200
-    )
+    done = run_fresh(script, REPOSITORY)
     assert done.stdout.strip().endswith("done"), done.stderr[-3000:]

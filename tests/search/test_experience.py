@@ -179,7 +179,7 @@ def searched(storage: BaseStorage, shape: str, trials: int = 20, **options: Any)
     search(storage, FakeEvaluator(**options), trials=trials, problem=Problem.parse(shape))
 
 
-@pytest.mark.usefixtures("few")
+@pytest.mark.usefixtures("few", "quick_proposals")
 def test_the_studies_of_the_same_gpu_are_learned_from() -> None:
     storage = InMemoryStorage()
     assert learn(LEGAL, storage, "measured") is None
@@ -194,7 +194,7 @@ def test_the_studies_of_the_same_gpu_are_learned_from() -> None:
         assert learn(LegalConfigs(SPACE, PROBLEM, target), storage, "measured") is None
 
 
-@pytest.mark.usefixtures("few")
+@pytest.mark.usefixtures("few", "quick_proposals")
 def test_a_search_begins_with_what_it_learned_from_its_storage() -> None:
     def first_proposals(storage: BaseStorage) -> float:
         search(storage, trials=30)

@@ -43,6 +43,8 @@ from tests.support.synthetic import (
     timed,
 )
 
+pytestmark = pytest.mark.usefixtures("quick_proposals")
+
 
 def test_who_fails_the_last_check_gives_way_until_somebody_passes(storage: BaseStorage) -> None:
     class Strict(FakeEvaluator):
@@ -119,6 +121,7 @@ def test_who_is_among_the_best_is_found_side_by_side(storage: BaseStorage) -> No
     assert called != by_trial, "the trials alone would have called up others"
 
 
+@pytest.mark.usefixtures("any_family")
 def test_the_best_trial_is_in_the_finals_beside_the_best_of_the_shortlist(
     storage: BaseStorage,
 ) -> None:

@@ -28,6 +28,8 @@ from normforge.spec import MAIN_KERNEL
 from tests.support.samples import plain_variant
 from tests.support.synthetic import PROBLEM, SPACE, TARGET, FakeEvaluator, FakePool, timed
 
+pytestmark = pytest.mark.usefixtures("quick_proposals")
+
 RESIDUAL = replace(PROBLEM, residual=PROBLEM.dtype)
 BYTES = {"floor_bytes": RMSNORM_BACKWARD.traffic_bytes(RESIDUAL)}
 

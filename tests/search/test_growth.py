@@ -39,6 +39,8 @@ from tests.support.synthetic import (
     shrink,
 )
 
+pytestmark = pytest.mark.usefixtures("quick_proposals")
+
 
 @pytest.fixture(scope="module")
 def before() -> Space:

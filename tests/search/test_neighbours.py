@@ -15,6 +15,8 @@ from generator.studies.study_log import StudyLog
 from tests.support.searches import of_families, records, search
 from tests.support.synthetic import LEGAL, PROBLEM, FakeEvaluator, make_winner
 
+pytestmark = pytest.mark.usefixtures("quick_proposals")
+
 CONFIGS = of_families(30)
 
 

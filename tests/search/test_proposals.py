@@ -41,6 +41,8 @@ from tests.support.synthetic import (
     timed,
 )
 
+pytestmark = pytest.mark.usefixtures("quick_proposals")
+
 
 @pytest.mark.slow
 def test_it_finds_better_than_random_search(tmp_path: Path) -> None:

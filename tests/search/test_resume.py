@@ -42,6 +42,8 @@ from tests.support.synthetic import (
     make_winner,
 )
 
+pytestmark = pytest.mark.usefixtures("quick_proposals")
+
 
 def test_a_finished_study_answers_without_measuring(storage: BaseStorage, tmp_path: Path) -> None:
     first = won(search(storage, trials=30))

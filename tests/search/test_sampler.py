@@ -188,10 +188,10 @@ def proposed(seed: int, count: int) -> list[dict[str, int | str]]:
 
 
 def test_every_proposal_is_legal_deterministic_and_new() -> None:
-    configs = proposed(1, 120)
+    configs = proposed(1, 80)
     assert all(is_legal(LEGAL, config) for config in configs)
     assert all(is_deterministic(config) for config in configs)
-    assert len({LEGAL.key(config) for config in configs}) == 120
+    assert len({LEGAL.key(config) for config in configs}) == 80
 
 
 def test_a_small_space_is_proposed_whole_and_nothing_twice(tmp_path: Path) -> None:
@@ -233,12 +233,16 @@ def test_equal_seeds_alone_propose_alike_in_every_process() -> None:
     assert len(outputs) == 1
 
 
-def test_the_surrogate_finds_better_configs_sooner_than_chance() -> None:
+def test_the_surrogate_finds_better_configs_sooner_than_chance(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """In the median over seeds, the best of 80 proposals is better than that of 80 random configs.
     On average the last ones are better on the whole than the best before the surrogate was asked.
-    """
+    Here that takes fewer candidates and trees than in a search."""
+    monkeypatch.setattr("generator.search.sampler.DRAWN", 16)
+    monkeypatch.setattr("generator.search.surrogate.TREES", 5)
     first, last, best, by_chance = [], [], [], []
-    for seed in range(5):
+    for seed in range(3):
         ratios = [ratio_of(config) for config in ask_and_tell(LegalSampler(LEGAL, seed), 80)]
         first.append(min(ratios[:FIRST]))
         last.append(median(ratios[60:]))
@@ -285,7 +289,7 @@ def test_a_study_in_which_nothing_may_win_goes_on() -> None:
 
 def test_most_surrogate_proposals_are_near_the_best() -> None:
     """Though most candidates are random ones."""
-    configs = proposed(1, 120)[:100]
+    configs = proposed(1, 80)
 
     def change(number: int) -> int:
         """Knobs in which a config differs from the closest of the five best before it."""
@@ -298,15 +302,16 @@ def test_most_surrogate_proposals_are_near_the_best() -> None:
     assert min(changes) == 1
 
 
+@pytest.mark.usefixtures("quick_proposals")
 @pytest.mark.parametrize("share", [FAMILY_SHARE, 1.0], ids=["limited", "free"])
 def test_no_family_takes_a_search_for_itself(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cost that one family alone makes low; without the limit it would have most proposals."""
     monkeypatch.setattr("generator.search.sampler.FAMILY_SHARE", share)
-    best = family_of(min(proposed(1, 120), key=ratio_of))
+    best = family_of(min(proposed(1, 80), key=ratio_of))
     sampler = LegalSampler(LEGAL, seed=1)
     study = new_study(sampler)
     configs = []
-    for _ in range(100):
+    for _ in range(60):
         trial = study.ask(distributions(SPACE))
         configs.append(trial.params)
         alike = sum(a == b for a, b in zip(family_of(trial.params), best, strict=True))

@@ -37,6 +37,8 @@ from tests.support.synthetic import (
     shrink,
 )
 
+pytestmark = pytest.mark.usefixtures("quick_proposals")
+
 
 def test_the_search_ends_when_nothing_is_left(storage: BaseStorage, tmp_path: Path) -> None:
     space = shrink(tmp_path, LEGAL.first(1)[0], store_hint=["default", "streaming"])

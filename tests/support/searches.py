@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import optuna
+import pytest
 from optuna.storages import BaseStorage
 from optuna.trial import TrialState
 
@@ -46,6 +49,20 @@ def search(
         budget or Budget(trials=trials),
         **options,
     )
+
+
+@contextmanager
+def quick_proposals() -> Iterator[None]:
+    """Let the sampler look at few candidates, with small forests.
+
+    For tests that do not depend on how good its proposals are: three quarters of a search on a
+    made-up cost are its looking.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("generator.search.sampler.DRAWN", 8)
+        patch.setattr("generator.search.sampler.STEP", (4, 1))
+        patch.setattr("generator.search.surrogate.TREES", 3)
+        yield
 
 
 def won(winner: Winner | None) -> Winner:
