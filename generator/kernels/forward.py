@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass, fields, replace
 from functools import cached_property
+from typing import Any
 
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.render import ELEMENT_TYPE, constant_lines, environment, source_of
@@ -110,6 +112,11 @@ class ForwardVariant:
             sms=sms,
             **{fact: getattr(self, fact) for fact in _FACTS},
         )
+
+
+def make_forward(config: Mapping[str, Any], problem: Problem) -> ForwardVariant:
+    """The variant that serves the rows of `problem` with `config`, for any M."""
+    return ForwardVariant(problem.N, problem.dtype, problem.weight_dtype, **config)
 
 
 _FACTS = [field.name for field in fields(ForwardSpec) if field.name not in ("name", "sms")]

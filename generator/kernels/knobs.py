@@ -82,4 +82,17 @@ KNOBS: dict[str, KnobFacts] = {
         optional=True,
     ),
     "store_hint": KnobFacts("cache hint of the stores of dx", ("default", "streaming")),
+    "form": KnobFacts(
+        "whether a row of a forward stays in registers, or is read again, also as Triton adds it",
+        ("registers", "twice", "tiles_in_turn", "tiles_in_pairs"),
+        optional=True,
+    ),
 }
+
+FORWARD_KNOBS: dict[str, KnobFacts] = {
+    **{name: KNOBS[name] for name in ("form", "cluster", "vector_bytes", "rows_in_flight")},
+    "threads_per_row": KnobFacts("threads that share a row", (4, *KNOBS["threads_per_row"].domain)),
+    "rows_per_cta": KnobFacts("rows that a CTA works on at once", range(1, 129)),
+    "ctas_per_sm": KnobFacts("CTAs on one SM that walk over rows, or 0: they do not", range(33)),
+}
+"""Those of RMSNorm's forward, which has all of them and no others."""

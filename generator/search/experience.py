@@ -19,7 +19,7 @@ from generator.kernels.variant import make_variant
 from generator.problem import Problem
 from generator.search.starts import distance
 from generator.search.surrogate import WORST
-from generator.space.expressions import DERIVED
+from generator.space.expressions import OF_ROWS
 from generator.space.legal_configs import LegalConfigs
 from generator.studies.records import UNREADABLE, Record, StudyFacts, over_median_floor
 from generator.studies.study_log import StudyLog, without_copied
@@ -86,7 +86,7 @@ class Experience:
         """The knobs, the numbers that rules of the space may use, and the shape."""
         config = replace(self.legal, problem=problem).complete(config)
         target, variant = self.legal.target, make_variant(config, problem)
-        derived = {name: d.value(variant, problem, target) for name, d in DERIVED.items()}
+        derived = {name: d.value(variant, problem, target) for name, d in OF_ROWS.items()}
         rounds = derived["batches"] / max(1, derived["participants"] * derived["teams"])
         size = (problem.M, problem.N, problem.M * problem.N * problem.itemsize)
         items = (problem.itemsize, problem.weight_itemsize, problem.residual_itemsize)

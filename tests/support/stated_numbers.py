@@ -42,7 +42,7 @@ from generator.search import (
     starts,
     surrogate,
 )
-from generator.space import forward_space
+from generator.space import expressions
 from generator.studies import outage, postgres, work_queue
 from generator.tuner import device_pool, lifecycle, task_runner
 from generator.tuner import forward as tuner_forward
@@ -174,7 +174,7 @@ def faults() -> list[str]:
 
 def forward_kernels() -> list[str]:
     """Return the phrases on how RMSNorm's forward kernels are made and chosen."""
-    wide, busy = (forward_space._most_vectors(threads) for threads in (512, 1024))
+    wide, busy = (expressions._HELD[threads] for threads in (512, 1024))
     return [
         f"up to {wide} vectors a thread ({busy} in CTAs of 1024)",
         f"The {WORD[forward.FINALISTS]} fastest must repeat their bits in {determinism.RUNS} runs",
