@@ -6,6 +6,7 @@ template, where every knob is at hand as `knobs.<name>`. docs/extending.md walks
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from generator.kernels.strategies import NAMES
@@ -96,3 +97,8 @@ FORWARD_KNOBS: dict[str, KnobFacts] = {
     "ctas_per_sm": KnobFacts("CTAs on one SM that walk over rows, or 0: they do not", range(33)),
 }
 """Those of RMSNorm's forward, which has all of them and no others."""
+
+
+def knobs_like(names: Collection[str]) -> Mapping[str, KnobFacts]:
+    """The table that knobs of these names are of."""
+    return FORWARD_KNOBS if "form" in names else KNOBS

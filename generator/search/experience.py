@@ -16,7 +16,7 @@ from generator.errors import NormforgeError
 from generator.kernels.geometry import Config
 from generator.kernels.knobs import KNOBS
 from generator.kernels.variant import make_variant
-from generator.problem import Problem
+from generator.problem import FORWARDS, Problem
 from generator.search.starts import distance
 from generator.search.surrogate import WORST
 from generator.space.expressions import OF_ROWS
@@ -109,8 +109,9 @@ def by_distance(problem: Problem, others: Iterable[tuple[Problem, T]]) -> list[t
 
 def learn(legal: LegalConfigs, storage: BaseStorage, evidence: str) -> Experience | None:
     """Learn from the studies of other shapes in a storage, of the same operation, GPU and evidence;
-    None when they have too few trials, and for predictions, whose model knows more."""
-    if evidence == "predicted":
+    None when they have too few trials, for predictions, whose model knows more, and for forwards of
+    RMSNorm, all of which are tried."""
+    if evidence == "predicted" or legal.problem.operation in FORWARDS:
         return None
     problem, place = legal.problem, (legal.target.name, legal.target.sms, evidence)
     others: list[tuple[Problem, str]] = []

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from generator.errors import NormforgeError
 from generator.kernels.forward import (
     ANY_COLUMNS,
     TILE_FORMS,
@@ -12,7 +9,7 @@ from generator.kernels.forward import (
     ForwardVariant,
     make_forward,
 )
-from generator.problem import ITEMSIZE, Problem
+from generator.problem import FORWARDS, ITEMSIZE, RMSNORM_FORWARD, Problem
 from generator.space.load import load_space_once, space_file
 from generator.target import Target
 from normforge.spec import ceil_div
@@ -21,29 +18,12 @@ TILE_ARCHES = ("sm_90a",)
 
 
 def forward_variants(problem: Problem, target: Target) -> list[ForwardVariant]:
-    """Every variant of the search space for a shape, the preferred one (see `preference`) first.
-    All of them serve any M."""
-    configs = load_space_once(space_file("rmsnorm_forward")).legal(problem, target)
+    """Every variant of the search space for a forward, the preferred one (see `preference`) first.
+    All of them serve any M. Those of a problem of another operation are RMSNorm's."""
+    operation = problem.operation if problem.operation in FORWARDS else RMSNORM_FORWARD
+    configs = load_space_once(space_file(operation)).legal(problem, target)
     found = [make_forward(config, problem) for config in configs]
     return sorted(found, key=lambda v: preference(v, problem, target))
-
-
-def forwards_with(
-    fixed: Mapping[str, int | str], problem: Problem, target: Target
-) -> list[ForwardVariant]:
-    """Those of `forward_variants` that have these values; in registers, if there are any values.
-    Raises NormforgeError when none has them all."""
-    found = [
-        variant
-        for variant in forward_variants(problem, target)
-        if all(getattr(variant, name) == value for name, value in fixed.items())
-        and (not fixed or variant.form == "registers")
-    ]
-    if fixed and not found:
-        raise NormforgeError(
-            f"{problem}: no forward for {target} has {dict(fixed)}, which is fixed"
-        )
-    return found
 
 
 def preference(variant: ForwardVariant, problem: Problem, target: Target) -> tuple[float, ...]:

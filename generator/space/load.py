@@ -9,8 +9,7 @@ from typing import Any
 
 from generator.disk import read_yaml
 from generator.errors import NormforgeError
-from generator.kernels.forward import FORWARD_FIELDS
-from generator.kernels.knobs import FORWARD_KNOBS, KNOBS, KnobFacts
+from generator.kernels.knobs import KNOBS, KnobFacts, knobs_like
 from generator.own_files import space_of
 from generator.paths import SEARCH_SPACES
 from generator.problem import ITEMSIZE, RMSNORM_BACKWARD
@@ -36,7 +35,7 @@ def load_space(path: Path = SPACE_FILE) -> Space:
     content = _read(path)
     known = {*GIVEN_NAMES, *DERIVED}
     knobs: list[Knob] = []
-    of_kernel = FORWARD_KNOBS if "form" in content["knobs"] else KNOBS
+    of_kernel = knobs_like(content["knobs"])
     for name, entry in content["knobs"].items():
         above = {knob.name for knob in knobs}
         knobs.append(_read_knob(path, name, entry, known, above, of_kernel))
@@ -95,11 +94,9 @@ def _read_fixed(path: Path, entries: Any, knobs: Mapping[str, Knob]) -> tuple[Fi
     found: list[Fixed] = []
     for entry in entries:
         where = f"{path}: 'fixed'"
-        if not isinstance(entry, dict) or set(entry) != {"N", "dtype", "knobs", "forward"}:
-            raise NormforgeError(
-                f"{where}: an entry has exactly N, dtype, knobs and forward, got {entry!r}"
-            )
-        chosen, forward = entry["knobs"], entry["forward"]
+        if not isinstance(entry, dict) or set(entry) != {"N", "dtype", "knobs"}:
+            raise NormforgeError(f"{where}: an entry has exactly N, dtype and knobs, got {entry!r}")
+        chosen = entry["knobs"]
         if not isinstance(chosen, dict) or not all(
             name in knobs and value in knobs[name].choices for name, value in chosen.items()
         ):
@@ -112,17 +109,7 @@ def _read_fixed(path: Path, entries: Any, knobs: Mapping[str, Knob]) -> tuple[Fi
             raise NormforgeError(
                 f"{where}: N has integers and dtype some of {known}, got {widths} and {dtypes}"
             )
-        if (
-            not isinstance(forward, dict)
-            or not forward.keys() <= FORWARD_FIELDS
-            or any(type(value) is not int for value in forward.values())
-        ):
-            known = ", ".join(sorted(FORWARD_FIELDS))
-            raise NormforgeError(
-                f"{where}: 'forward' has integers for some of {known}, got {forward!r}"
-            )
-        kind = (tuple(widths), tuple(dtypes))
-        found.append(Fixed(*kind, tuple(chosen.items()), tuple(forward.items())))
+        found.append(Fixed(tuple(widths), tuple(dtypes), tuple(chosen.items())))
     pairs = [(N, dtype) for entry in found for N in entry.widths for dtype in entry.dtypes]
     twice = sorted({pair for pair in pairs if pairs.count(pair) > 1})
     if twice:

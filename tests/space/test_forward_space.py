@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
-from generator.kernels.forward import render_forward
+from generator.kernels.render import render_forward
 from generator.problem import Problem
 from generator.space.forward_space import forward_variants
 from generator.target import Target, find_target

@@ -10,11 +10,16 @@ import torch
 
 from generator.evaluate.verify.accuracy import compare_all
 from generator.kernels.forward import ForwardVariant
+from generator.kernels.nvrtc import Compiled
+from generator.kernels.ptxas import Resources
+from generator.kernels.variant import AnyVariant
 from generator.operations import RMSNORM_FORWARD
 from generator.operations.rmsnorm_forward import ForwardInputs
 from generator.problem import Problem
 from generator.space.forward_space import forward_variants
 from generator.target import Target, find_target
+from normforge.spec import FORWARD_KERNELS
+from tests.support.synthetic import FakePool
 
 H200 = find_target("h200")
 EPS = 1e-6
@@ -29,6 +34,19 @@ def of_kind(shape: str, target: Target = H200, **wanted: Any) -> ForwardVariant:
         if all(getattr(variant, name) == value for name, value in wanted.items()):
             return variant
     raise AssertionError(f"{shape} has no variant with {wanted}")
+
+
+class InstantPool(FakePool):
+    """One that compiles forwards, too, at once: the cubin is the name."""
+
+    def code(self, variant: AnyVariant) -> str:
+        return variant.id if isinstance(variant, ForwardVariant) else super().code(variant)
+
+    def _compile(self, variant: AnyVariant) -> Compiled:
+        if not isinstance(variant, ForwardVariant):
+            return super()._compile(variant)
+        kernels = dict.fromkeys(FORWARD_KERNELS, Resources(32, 0, 0, 0))
+        return Compiled(H200.arch, "", variant.id.encode(), kernels, "0", False, "")
 
 
 def drawn(problem: Problem, M: int, device: str = "cpu") -> ForwardInputs:
