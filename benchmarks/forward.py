@@ -25,6 +25,7 @@ from statistics import geometric_mean, median
 from typing import Any
 
 import torch
+from optuna.storages import InMemoryStorage
 from torch.nn.functional import rms_norm
 
 from benchmarks.command import command_line, exit_code, say, spare_cores
@@ -33,12 +34,25 @@ from benchmarks.harness import host_time, sentence
 from benchmarks.peers.cudnn_plans import cudnn_forward
 from benchmarks.results import kept, machine, module_facts, write_json
 from generator.errors import NormforgeError
+from generator.evaluate.gpu.evaluator import MeasuredEvaluator
 from generator.evaluate.gpu.session import Session
+from generator.evaluate.gpu.supervisor import Supervisor
 from generator.evaluate.gpu.timer import Timer
+from generator.kernels.compile_pool import CompilePool
+from generator.kernels.variant import kernel_of
 from generator.operations.rmsnorm_forward import EPS, ForwardInputs, make_inputs
 from generator.package.emit import emit_package, read_forward_table
-from generator.problem import RMSNORM_BACKWARD, Problem, load_problems
-from generator.tuner.forward import tune_forwards
+from generator.package.entries import Entry, Forwards
+from generator.package.fallback_kernels import DTYPES
+from generator.problem import RMSNORM_BACKWARD, RMSNORM_FORWARD, Problem, load_problems
+from generator.search.budget import FORWARD_TRIALS, Budget
+from generator.search.search import search_problem
+from generator.space.forward_space import fallback_forwards
+from generator.space.legal_configs import LegalConfigs
+from generator.space.load import load_space, space_file
+from generator.target import Target
+from generator.tuner.display import describe
+from generator.tuner.emission import provenance, usable_forwards
 from normforge.serve.forward import Forward, reference_forward
 from normforge.serve.kernels import source_of
 from normforge.table import FORWARD_TABLE
@@ -46,7 +60,7 @@ from normforge.table import FORWARD_TABLE
 Call = Callable[[], Any]
 
 SAME = ("gpu", "uuid", "commit", "driver", "torch", "libraries", "module", "harness")
-"""What must not differ between the rows of one file. Of the module, its digest."""
+"""Facts that must not differ between the rows of one file. Of the module, its digest."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -69,17 +83,34 @@ def run(args: argparse.Namespace) -> int:
         module = args.module
         if module is None:
             module = args.package or Path(folder) / "package"
-            processes = spare_cores()
-            forwards = tune_forwards(
-                problems,
-                target,
-                (args.device,),
-                known=read_forward_table(module),
-                processes=processes,
-                say=say,
-            )
-            emit_package([], [], target, module, forwards)
+            tune_forwards(problems, target, args.device, module)
         return compare(problems, module, session, args, until)
+
+
+def tune_forwards(problems: list[Problem], target: Target, device: int, module: Path) -> None:
+    """Write a package with the forwards of these shapes that it lacks. Raises NormforgeError."""
+    table = read_forward_table(module)
+    has = {(t.M, t.N, t.dtype, t.weight_dtype) for t in table.tuned} if table else set()
+    storage, found = InMemoryStorage(), []
+    with (
+        CompilePool(target.arch, spare_cores()) as pool,
+        MeasuredEvaluator(target, Supervisor(device)) as evaluator,
+    ):
+        for shape in dict.fromkeys((p.M, p.N, p.dtype, p.weight_dtype) for p in problems):
+            problem = Problem(*shape, operation=RMSNORM_FORWARD)
+            legal = LegalConfigs(load_space(space_file(RMSNORM_FORWARD)), problem, target)
+            budget = Budget(FORWARD_TRIALS["measured"])
+            winner = None
+            if shape not in has:
+                winner = search_problem(legal, pool, evaluator, storage, budget)
+            if winner is not None:
+                variant = kernel_of(winner.config, problem)
+                compiled = pool.result(variant, pool.submit(variant))
+                facts = provenance(winner, storage)
+                found.append(Entry(Problem(*shape), variant, compiled, "measured", facts))
+                say(describe(problem, winner))
+        rest = usable_forwards(fallback_forwards(DTYPES), target, pool)
+    emit_package([], [], target, module, Forwards(tuple(found), rest))
 
 
 def compare(
@@ -114,8 +145,8 @@ def compare(
 def contenders(
     forward: Forward, inputs: ForwardInputs, timer: Timer
 ) -> dict[str, Callable[[], Call]]:
-    """What is compared. Each makes a call without arguments that gives (y, ...); it raises where
-    its library is missing or does not serve the shape."""
+    """Return what is compared. Each makes a call without arguments that gives (y, ...); it raises
+    where its library is missing or does not serve the shape."""
     x, weight, N = inputs.x, inputs.weight, inputs.x.shape[-1]
 
     def aten() -> Call:
@@ -184,7 +215,7 @@ def measure(problem: Problem, forward: Forward, timer: Timer) -> dict[str, Any]:
 
 
 def choice_of(forward: Forward, problem: Problem) -> dict[str, Any]:
-    """Which kernel serves a shape, and why; None where there is none."""
+    """Return which kernel serves a shape, and why; None where there is none."""
     if forward.table is None:
         return {"how": "none", "kernel": None, "evidence": None}
     choice = forward.table.choose(problem.M, problem.N, problem.dtype, problem.weight_dtype)

@@ -23,6 +23,13 @@ SHAPES_FOLDER = SEARCH_SPACES / "shapes"
 
 
 RMSNORM_BACKWARD = "rmsnorm_backward"
+RMSNORM_FORWARD = "rmsnorm_forward"
+FORWARDS = {
+    RMSNORM_FORWARD: RMSNORM_BACKWARD,
+    "rmsnorm_invariant_forward": "rmsnorm_invariant_backward",
+}
+"""The forwards of RMSNorm, whose kernels have arguments of their own, by name, and the operations
+in whose packages they are. Their problems have the same options; a residual is x's there."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +75,13 @@ class ItemSizes:
 
     @property
     def signature(self) -> Signature:
-        """The tensors of the operation."""
-        return signature_of(self.operation)
+        """The tensors of the operation; of a forward of RMSNorm, those of its backward."""
+        return signature_of(FORWARDS.get(self.operation, self.operation))
 
     @property
     def sums(self) -> Sums:
         """The sums of the operation's kernels."""
-        return sums_of(self.operation)
+        return sums_of(FORWARDS.get(self.operation, self.operation))
 
     @property
     def itemsize(self) -> int:
@@ -114,7 +121,7 @@ class Problem(ItemSizes):
     operation: str = RMSNORM_BACKWARD
 
     def __post_init__(self) -> None:
-        if self.operation not in OPERATIONS:
+        if self.operation not in (*OPERATIONS, *FORWARDS):
             known = ", ".join(OPERATIONS)
             raise NormforgeError(f"unknown operation '{self.operation}': known are {known}")
         for name, dtype in (("dtype", self.dtype), ("weight dtype", self.weight_dtype)):
@@ -138,7 +145,7 @@ class Problem(ItemSizes):
 
     def _check_options(self) -> None:
         """Raises NormforgeError for what the operation's signature does not have."""
-        signature = signature_of(self.operation)
+        signature = self.signature
         weighted = signature.columns or signature.sums
         options = {tensor.option for tensor in signature.late}
         for has, given, what in (

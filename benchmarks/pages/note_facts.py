@@ -182,6 +182,13 @@ def fastest_forwards(gpu: str) -> tuple[int, int]:
     return sum(first), len(first)
 
 
+def tie_of_forwards() -> float:
+    """Return how much slower than the fastest the packages' forwards may have been, as they say."""
+    tuned = generated("h200", "rmsnorm_backward", "forward.json")["tuned"]
+    (said,) = {entry["provenance"]["reason"].rpartition(" within ")[2] for entry in tuned}
+    return int(said.removesuffix(" % of the best")) / 100
+
+
 def usual_stores() -> list[float]:
     """cuDNN's forward over kernels that store y without a hint, on an H100."""
     cells = [row["cells"] for row in read("forward_usual_stores_h100")["rows"]]

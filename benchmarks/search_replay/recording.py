@@ -26,7 +26,7 @@ from generator.evaluate.gpu.noise import NoisyError
 from generator.kernels.geometry import Config
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.strategies import REDUCTION_KNOBS
-from generator.kernels.variant import Variant, make_variant
+from generator.kernels.variant import AnyVariant, make_variant
 from generator.problem import Problem
 from generator.result import Result
 from generator.search.budget import Budget, Progress
@@ -187,11 +187,11 @@ class _Thorough:
         return self.inner.evidence
 
     def evaluate(
-        self, problem: Problem, variant: Variant, compiled: Compiled, best_us: float | None
+        self, problem: Problem, variant: AnyVariant, compiled: Compiled, best_us: float | None
     ) -> Result:
         return self.inner.evaluate(problem, variant, compiled, None)
 
-    def finals(self, problem: Problem, entries: list[tuple[Variant, Compiled]]) -> Sequence[Result]:
+    def finals(self, problem: Problem, entries: list[Any]) -> Sequence[Result]:
         return self.inner.finals(problem, entries)
 
 

@@ -28,7 +28,7 @@ from generator.kernels.geometry import Config
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.ptxas import Resources
 from generator.kernels.strategies import is_deterministic
-from generator.kernels.variant import Variant
+from generator.kernels.variant import AnyVariant
 from generator.package.known_winners import known_winners
 from generator.paths import GENERATED
 from generator.problem import Problem
@@ -91,7 +91,7 @@ class Replayed:
         close = sum(self.ratio(config) <= limit for config in self.allowed)
         return {"recorded": len(self.recording.entries), "legal": len(self.allowed), "close": close}
 
-    def submit(self, variant: Variant) -> Future[Compiled]:
+    def submit(self, variant: AnyVariant) -> Future[Compiled]:
         _, cubin = self._entry(variant.config)
         arch = self.legal.target.arch
         kernels = {MAIN_KERNEL: Resources(32, 0, 0, 0)}
@@ -99,21 +99,21 @@ class Replayed:
         future.set_result(Compiled(arch, "", str(cubin).encode(), kernels, "", False, ""))
         return future
 
-    def result(self, variant: Variant, future: Future[Compiled]) -> Compiled:
+    def result(self, variant: AnyVariant, future: Future[Compiled]) -> Compiled:
         return future.result()
 
-    def code(self, variant: Variant) -> str:
+    def code(self, variant: AnyVariant) -> str:
         return variant.id
 
     def evaluate(
-        self, problem: Problem, variant: Variant, compiled: Compiled, best_us: float | None
+        self, problem: Problem, variant: AnyVariant, compiled: Compiled, best_us: float | None
     ) -> Result:
         result, _ = self._entry(variant.config)
         if best_us is not None and result.timed and (result.us or 0.0) > SLOW * best_us:
             return replace(result, outcome="slow", determinism="unverified")
         return result
 
-    def finals(self, problem: Problem, entries: list[tuple[Variant, Compiled]]) -> list[Result]:
+    def finals(self, problem: Problem, entries: list[tuple[AnyVariant, Compiled]]) -> list[Result]:
         return [self._entry(variant.config)[0] for variant, _ in entries]
 
     def _entry(self, config: Config) -> tuple[Result, int]:

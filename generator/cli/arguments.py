@@ -6,7 +6,7 @@ import argparse
 import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -42,11 +42,11 @@ class CommandLine(argparse.ArgumentParser):
         return self.parse_args(argv)
 
 
-def add_operation(parser: argparse._ActionsContainer) -> None:
-    """The option that names an operation."""
+def add_operation(parser: argparse._ActionsContainer, also: Collection[str] = ()) -> None:
+    """The option that names an operation. also: what it may name beside those that are tuned."""
     parser.add_argument(
         "--op",
-        type=operation_name,
+        type=lambda text: text if text in also else operation_name(text),
         default=RMSNORM_BACKWARD,
         metavar="NAME|FILE.py",
         help=f"the operation: {', '.join(OPERATIONS)}, or the file of one of your own "

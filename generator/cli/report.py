@@ -21,7 +21,7 @@ from generator.cli.arguments import (
 )
 from generator.errors import NormforgeError, one_line
 from generator.paths import results_of
-from generator.problem import RMSNORM_BACKWARD, Problem
+from generator.problem import FORWARDS, RMSNORM_BACKWARD, Problem
 from generator.space.load import load_space, space_file
 from generator.target import find_target
 
@@ -73,7 +73,7 @@ def add_study_options(parser: CommandLine) -> None:
         "--gpu",
         help="the GPU whose results to use: those in generated/<gpu>, without --out and --storage",
     )
-    add_operation(parser)
+    add_operation(parser, FORWARDS)
     parser.add_argument("--out", type=folder_name, help="the --out of the run")
     parser.add_argument("--storage", type=storage_url, help="the --storage of the run")
 

@@ -46,11 +46,12 @@ def run(args: argparse.Namespace, problems: list[Problem]) -> int:
         plan = _plan(args, problems, target, measured=measurer is not None)
         kept = problems_in(plan.package, target) if args.keep_winners else set()
         left = tuple(problem for problem in problems if problem not in kept)
-        status = Status(len(left))
+        todo = replace(plan, problems=left)
+        status = Status(len(todo.searched) if left else 0)
         status.say(sentence)
         _print_noise(measurer)
         with status:
-            outcome = tune(replace(plan, problems=left), measurer, status) if left else NOTHING
+            outcome = tune(todo, measurer, status) if left else NOTHING
         _print_noise(measurer)
     except KeyboardInterrupt:
         if isinstance(measurer, DevicePool):

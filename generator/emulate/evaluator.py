@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from generator.emulate import Check, check_variant
 from generator.emulate.build import HostError
 from generator.emulate.check import reduced_problem, small_launch
+from generator.emulate.forward import check_forward, few_rows
 from generator.errors import NormforgeError
 from generator.evaluate.predict.evaluator import Predictor
-from generator.kernels.variant import Variant
-from generator.problem import Problem
+from generator.evaluate.predict.model import floor_us
+from generator.kernels.forward import ForwardVariant
+from generator.kernels.geometry import Config
+from generator.kernels.nvrtc import Compiled
+from generator.kernels.variant import AnyVariant
+from generator.problem import FORWARDS, Problem
 from generator.result import Result
+from generator.space.forward_space import forward_variants
+from generator.target import Target
 
 SCHEDULES = 12
 
@@ -25,7 +34,8 @@ class EmulatingPredictor(Predictor):
     The emulator runs the rendered source, so what passes is accurate, has the same bits under every
     schedule tried, and leaves its counters at zero. It is no GPU: determinism stays `unverified`,
     and the check's name says what was done. Executing all finalists that are tied took 40 % of a
-    search.
+    search. No model knows forwards of RMSNorm: each counts as fast as the floor, and those that
+    come early in `forward_variants` are preferred.
     """
 
     schedules: int = SCHEDULES
@@ -33,16 +43,46 @@ class EmulatingPredictor(Predictor):
         default_factory=dict, init=False, compare=False
     )
 
-    def confirm(self, problem: Problem, variant: Variant, result: Result) -> Result:
+    def evaluate(
+        self, problem: Problem, variant: AnyVariant, compiled: Compiled, best_us: float | None
+    ) -> Result:
+        if isinstance(variant, ForwardVariant):
+            us = floor_us(problem, self.target, self.model)
+            return Result("ok", us=us, floor_us=us, ratio=1.0)
+        return super().evaluate(problem, variant, compiled, best_us)
+
+    def finals(
+        self, problem: Problem, entries: Sequence[tuple[AnyVariant, Compiled]]
+    ) -> list[Result]:
+        return [self.evaluate(problem, variant, compiled, None) for variant, compiled in entries]
+
+    def starts(self, problem: Problem) -> list[Config]:
+        if problem.operation in FORWARDS:
+            return _in_order(problem, self.target)
+        return super().starts(problem)
+
+    def agreement(self, problem: Problem, config: Config) -> float:
+        if problem.operation in FORWARDS:
+            return -_in_order(problem, self.target).index(dict(config))
+        return super().agreement(problem, config)
+
+    def confirm(self, problem: Problem, variant: AnyVariant, result: Result) -> Result:
         """The emulator's verdict. Raises HostError when there is none because this machine fails:
         what a full disk decides would be kept for good."""
         # Most M are reduced to the same few rows, and so are executed once.
-        few = reduced_problem(variant, problem)
-        executed = (variant.id, few, *small_launch(variant, few.M))
+        executed: tuple[object, ...]
+        if isinstance(variant, ForwardVariant):
+            executed = (variant.id, few_rows(variant, problem))
+        else:
+            few = reduced_problem(variant, problem)
+            executed = (variant.id, few, *small_launch(variant, few.M))
         check = self._checks.get(executed)
         if check is None:
             try:
-                check = check_variant(variant, problem, schedules=self.schedules)
+                if isinstance(variant, ForwardVariant):
+                    check = check_forward(variant, problem)
+                else:
+                    check = check_variant(variant, problem, schedules=self.schedules)
             except HostError:
                 raise
             except NormforgeError as error:
@@ -58,3 +98,8 @@ class EmulatingPredictor(Predictor):
             checks=(*result.checks, f"CPU emulator, {check.schedules} schedules"),
             errors=dict(check.errors),
         )
+
+
+@lru_cache
+def _in_order(problem: Problem, target: Target) -> list[Config]:
+    return [variant.config for variant in forward_variants(problem, target)]

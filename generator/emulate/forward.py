@@ -7,10 +7,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from generator.emulate.build import NO_COMPILER, find_compiler
+from generator.emulate.check import Check
 from generator.emulate.request import Buffer, Request, fields_of
 from generator.emulate.run import Layout, Schedule, execute
 from generator.evaluate.verify.accuracy import compare_all
-from generator.kernels.forward import ForwardVariant, render_forward
+from generator.kernels.forward import ForwardVariant
+from generator.kernels.render import render_forward
 from generator.operations import RMSNORM_FORWARD
 from generator.operations.rmsnorm_forward import EPS, ForwardInputs
 from generator.problem import Problem
@@ -86,17 +89,24 @@ def few_rows(variant: ForwardVariant, problem: Problem) -> Problem:
     return replace(problem, M=min(problem.M, 2 * variant.rows_per_cta * variant.rows_in_flight + 1))
 
 
-def emulate_forward(variant: ForwardVariant, problem: Problem) -> str:
-    """What a few schedules on a few rows of a problem find, without and with a residual: one
-    sentence, "" for nothing. Raises NormforgeError without a C++ compiler."""
+def check_forward(variant: ForwardVariant, problem: Problem) -> Check:
+    """Run a few schedules on a few rows of a problem, without and with a residual. Without a
+    C++ compiler nothing is run, and the check's note says so."""
+    if find_compiler() is None:
+        return Check(variant.id, 0, note=NO_COMPILER)
     few = few_rows(variant, problem)
+    errors: dict[str, float] = {}
+    problems: list[str] = []
+    distinct = 0
     for shape in (few, replace(few, residual=few.dtype)):
         inputs = RMSNORM_FORWARD.make_inputs(shape, torch.device("cpu"))
         runs = run_forward(variant, inputs, FORWARD_SCHEDULES, sms=1)
-        if runs.faults:
-            return runs.faults[0]
-        if len(runs.results) != 1:
-            return "its bits change from schedule to schedule"
-        if fault := compare_all(runs.results[0], RMSNORM_FORWARD.bounds(shape, inputs)).fault:
-            return fault
-    return ""
+        problems += runs.faults
+        distinct = max(distinct, len(runs.results))
+        for found in runs.results:
+            accuracy = compare_all(found, RMSNORM_FORWARD.bounds(shape, inputs))
+            errors |= accuracy.errors
+            problems += [accuracy.fault] if accuracy.fault else []
+    if distinct > 1:
+        problems.append("its bits change from schedule to schedule")
+    return Check(variant.id, len(FORWARD_SCHEDULES), distinct, errors, tuple(problems))

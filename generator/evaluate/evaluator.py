@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from generator.kernels.geometry import Config
 from generator.kernels.nvrtc import Compiled
-from generator.kernels.variant import Variant
+from generator.kernels.variant import AnyVariant
 from generator.problem import Problem
 from generator.result import Result
 
@@ -18,11 +18,11 @@ class Pool(Protocol):
 
     processes: int
 
-    def submit(self, variant: Variant) -> Future[Compiled]: ...
+    def submit(self, variant: AnyVariant) -> Future[Compiled]: ...
 
-    def result(self, variant: Variant, future: Future[Compiled]) -> Compiled: ...
+    def result(self, variant: AnyVariant, future: Future[Compiled]) -> Compiled: ...
 
-    def code(self, variant: Variant) -> str:
+    def code(self, variant: AnyVariant) -> str:
         """Digest of what `submit` compiles, without compiling: variants equal in it are the same
         machine code (`generator.kernels.code_digest`)."""
         ...
@@ -37,13 +37,15 @@ class Evaluator(Protocol):
         ...
 
     def evaluate(
-        self, problem: Problem, variant: Variant, compiled: Compiled, best_us: float | None
+        self, problem: Problem, variant: AnyVariant, compiled: Compiled, best_us: float | None
     ) -> Result:
         """Check a variant's accuracy and determinism, and time it. best_us: µs of the best variant
         so far, with which a slow one may be given up early."""
         ...
 
-    def finals(self, problem: Problem, entries: list[tuple[Variant, Compiled]]) -> Sequence[Result]:
+    def finals(
+        self, problem: Problem, entries: list[tuple[AnyVariant, Compiled]]
+    ) -> Sequence[Result]:
         """Return interleaved times and the results of the full determinism checks, in the order of
         the entries."""
         ...
@@ -57,7 +59,7 @@ class Shortlisting(Evaluator, Protocol):
     def shortlist(
         self,
         problem: Problem,
-        entries: Sequence[tuple[Variant, Compiled]],
+        entries: Sequence[tuple[AnyVariant, Compiled]],
         blocks: int | None = None,
     ) -> list[float]:
         """Ratios to the floor from so many blocks, by default enough to rank, without any check;
@@ -70,7 +72,7 @@ class Confirming(Evaluator, Protocol):
     """An evaluator with one more check, too slow for all finalists: the one that is to win gets it,
     and when it fails, the one that is to win then."""
 
-    def confirm(self, problem: Problem, variant: Variant, result: Result) -> Result:
+    def confirm(self, problem: Problem, variant: AnyVariant, result: Result) -> Result:
         """The result of a finalist with what the check found."""
         ...
 

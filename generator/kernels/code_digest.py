@@ -9,14 +9,11 @@ the Python that renders them take no part: editing those makes no record out of 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
 
-from generator.kernels.forward import ForwardVariant, render_forward
+from generator.kernels.forward import ForwardVariant
 from generator.kernels.nvrtc import compile_options, nvrtc_version
-from generator.kernels.render import render
-from generator.kernels.variant import Variant
-
-AnyVariant = Variant | ForwardVariant
+from generator.kernels.render import render, render_forward
+from generator.kernels.variant import AnyVariant
 
 _digests: dict[tuple[str, str], str] = {}  # by id, which is unique to the source, and arch
 
@@ -36,14 +33,6 @@ def code_digest(variant: AnyVariant, arch: str) -> str:
         source, register_cap = compiler_input(variant, comments=False)
         lines = [line for line in source.splitlines() if line.strip()]
         options = compile_options(arch, register_cap)
-        _digests[variant.id, arch] = _digest([nvrtc_version(), *options, *lines])
+        text = "\n".join([nvrtc_version(), *options, *lines])
+        _digests[variant.id, arch] = hashlib.sha256(text.encode()).hexdigest()[:16]
     return _digests[variant.id, arch]
-
-
-def digest_of_all(variants: Iterable[AnyVariant], arch: str) -> str:
-    """Sixteen hex digits over the code of several variants and their order."""
-    return _digest(code_digest(variant, arch) for variant in variants)
-
-
-def _digest(parts: Iterable[str]) -> str:
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

@@ -5,18 +5,20 @@ from __future__ import annotations
 import hashlib
 from dataclasses import astuple, dataclass, fields, replace
 from functools import cached_property
+from typing import Any
 
+from generator.kernels.geometry import Config
+from generator.kernels.knobs import FORWARD_KNOBS
 from generator.kernels.nvrtc import Compiled
-from generator.kernels.render import ELEMENT_TYPE, constant_lines, environment, source_of
 from generator.problem import ITEMSIZE, Problem
-from generator.target import WARP, Target
-from normforge.spec import FORWARD_KERNELS, ForwardSpec, ceil_div, round_up
+from generator.target import WARP
+from normforge.spec import ForwardSpec, ceil_div, round_up
 
 VECTORS_READ_TWICE = 4
 """Vectors that a thread has under way where rows are read twice."""
 ANY_COLUMNS = 1 << 30
 TILE_FORMS = ("tiles_in_turn", "tiles_in_pairs")
-"""Those with the arithmetic of vLLM's Triton kernel. They differ in how a thread adds."""
+"""Forms with the arithmetic of vLLM's Triton kernel. They differ in how a thread adds."""
 TILE_THREADS = 128
 _TILE_COLUMNS_OF_THREAD = 8
 
@@ -44,12 +46,21 @@ class ForwardVariant:
         return self.id
 
     @property
+    def config(self) -> dict[str, int | str]:
+        """Its knobs, in the order of the search space."""
+        return {knob: getattr(self, knob) for knob in FORWARD_KNOBS}
+
+    @property
+    def determinism(self) -> str:
+        return "gpu_to_gpu"
+
+    @property
     def threads(self) -> int:
         """Threads of one CTA."""
         return self.threads_per_row * self.rows_per_cta
 
     def takes(self, problem: Problem) -> bool:
-        """Whether it serves a problem's rows, with the arithmetic of PyTorch's forward."""
+        """Tell whether it serves a problem's rows, with the arithmetic of PyTorch's forward."""
         return (
             (self.dtype, self.weight_dtype) == (problem.dtype, problem.weight_dtype)
             and self.form not in TILE_FORMS
@@ -112,62 +123,12 @@ class ForwardVariant:
         )
 
 
+def make_forward(config: Config, problem: Problem, **facts: Any) -> ForwardVariant:
+    """The variant that serves the rows of `problem` with `config`, for any M. facts: its others."""
+    knobs: dict[str, Any] = dict(config)
+    return ForwardVariant(problem.N, problem.dtype, problem.weight_dtype, **knobs, **facts)
+
+
 _FACTS = [field.name for field in fields(ForwardSpec) if field.name not in ("name", "sms")]
 
-FORWARD_FIELDS = frozenset(("cluster", "threads_per_row", "vector_bytes"))
-"""What the bits of a forward in registers depend on, beside the row. Those of dx depend on the same
-knobs."""
-
-
 CompiledForward = tuple[ForwardVariant, Compiled]
-
-
-def render_forward(variant: ForwardVariant, *, comments: bool = True, include: bool = False) -> str:
-    """The CUDA C++ source of a variant. comments, include: as of `generator.kernels.render`."""
-    v = variant
-    tiles = v.form in TILE_FORMS
-    rows: list[tuple[str, int, str]] = [
-        ("kExact", v.exact, "N is a constant"),
-        ("kWalks", v.ctas_per_sm > 0, "CTAs walk over the rows"),
-        ("kOffset", not tiles, "a number, added in fp32, comes with every call"),
-        ("kRowColumns", v.N, "N" if v.exact else "largest N served"),
-        ("kColumns", v.columns, "columns of one CTA"),
-        ("kCluster", v.cluster, "CTAs that share a row"),
-        ("kThreadsPerRow", v.threads_per_row, ""),
-        ("kTeams", v.rows_per_cta, "rows that a CTA works on, each by a team of its own"),
-        ("kThreads", v.threads, "of one CTA"),
-        ("kRowsInFlight", v.rows_in_flight, "rows that a thread works on at once"),
-        ("kVectorBytes", v.vector_bytes, ""),
-        ("kElements", v.elements, "elements of x in a vector"),
-        ("kVectors", v.vectors, "vectors of a row in one thread"),
-        ("kWarpsPerRow", v.warps_per_row, ""),
-        ("kWeightBytes", v.elements * ITEMSIZE[v.weight_dtype], "of the weight for one vector"),
-        ("kResidualBytes", v.vector_bytes, "of the residual for one vector"),
-        ("kStageBarriers", 0, ""),
-        ("kSumsOffset", v.sums_offset, "bytes into shared memory"),
-    ]
-    template = environment(comments).get_template("rmsnorm_forward.cu.j2")
-    return template.render(
-        source=source_of(comments, include),
-        name=v.id,
-        constants=constant_lines(rows, comments),
-        element=ELEMENT_TYPE[v.dtype],
-        weight=ELEMENT_TYPE[v.weight_dtype],
-        cluster=v.cluster,
-        form=v.form,
-        tiles=tiles,
-    )
-
-
-def forward_fault(variant: ForwardVariant, compiled: Compiled, target: Target) -> str:
-    """Why a compiled variant must not run on the target: one sentence, or "" when it may."""
-    if compiled.error:
-        return f"does not compile: {compiled.error.splitlines()[0]}"
-    if compiled.spills:
-        return f"spills or stack: {compiled.spills} bytes per thread"
-    for name in FORWARD_KERNELS:
-        used = compiled.kernels[name]
-        smem_bytes = variant.smem_bytes + used.smem_bytes
-        if not target.occupancy(variant.threads, used.registers, smem_bytes, used.barriers):
-            return f"no CTA fits an SM of {target} ({used.registers} registers)"
-    return ""

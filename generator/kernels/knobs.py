@@ -6,6 +6,7 @@ template, where every knob is at hand as `knobs.<name>`. docs/extending.md walks
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from generator.kernels.strategies import NAMES
@@ -82,4 +83,22 @@ KNOBS: dict[str, KnobFacts] = {
         optional=True,
     ),
     "store_hint": KnobFacts("cache hint of the stores of dx", ("default", "streaming")),
+    "form": KnobFacts(
+        "whether a row of a forward stays in registers, or is read again, also as Triton adds it",
+        ("registers", "twice", "tiles_in_turn", "tiles_in_pairs"),
+        optional=True,
+    ),
 }
+
+FORWARD_KNOBS: dict[str, KnobFacts] = {
+    **{name: KNOBS[name] for name in ("form", "cluster", "vector_bytes", "rows_in_flight")},
+    "threads_per_row": KnobFacts("threads that share a row", (4, *KNOBS["threads_per_row"].domain)),
+    "rows_per_cta": KnobFacts("rows that a CTA works on at once", range(1, 129)),
+    "ctas_per_sm": KnobFacts("CTAs on one SM that walk over rows, or 0: they do not", range(33)),
+}
+"""The knobs of RMSNorm's forward, which has all of them and no others."""
+
+
+def knobs_like(names: Collection[str]) -> Mapping[str, KnobFacts]:
+    """The table that knobs of these names are of."""
+    return FORWARD_KNOBS if "form" in names else KNOBS

@@ -9,10 +9,11 @@ from typing import Any
 
 import jinja2
 
+from generator.kernels.forward import TILE_FORMS, ForwardVariant
 from generator.kernels.variant import Variant
 from generator.own_files import template_of
 from generator.paths import TEMPLATES, template_named
-from generator.problem import RMSNORM_BACKWARD
+from generator.problem import ITEMSIZE, RMSNORM_BACKWARD
 from normforge.operations import Signature, signature_of
 from normforge.spec import CHUNK_ROWS
 
@@ -223,3 +224,40 @@ def _constants(v: Variant, comments: bool) -> list[str]:
             ("kRunsWrittenOffset", v.runs_written_offset, ""),
         ]
     return constant_lines(rows, comments)
+
+
+def render_forward(variant: ForwardVariant, *, comments: bool = True, include: bool = False) -> str:
+    """The CUDA C++ source of a variant. comments, include: as of `render`."""
+    v = variant
+    tiles = v.form in TILE_FORMS
+    rows: list[tuple[str, int, str]] = [
+        ("kExact", v.exact, "N is a constant"),
+        ("kWalks", v.ctas_per_sm > 0, "CTAs walk over the rows"),
+        ("kOffset", not tiles, "a number, added in fp32, comes with every call"),
+        ("kRowColumns", v.N, "N" if v.exact else "largest N served"),
+        ("kColumns", v.columns, "columns of one CTA"),
+        ("kCluster", v.cluster, "CTAs that share a row"),
+        ("kThreadsPerRow", v.threads_per_row, ""),
+        ("kTeams", v.rows_per_cta, "rows that a CTA works on, each by a team of its own"),
+        ("kThreads", v.threads, "of one CTA"),
+        ("kRowsInFlight", v.rows_in_flight, "rows that a thread works on at once"),
+        ("kVectorBytes", v.vector_bytes, ""),
+        ("kElements", v.elements, "elements of x in a vector"),
+        ("kVectors", v.vectors, "vectors of a row in one thread"),
+        ("kWarpsPerRow", v.warps_per_row, ""),
+        ("kWeightBytes", v.elements * ITEMSIZE[v.weight_dtype], "of the weight for one vector"),
+        ("kResidualBytes", v.vector_bytes, "of the residual for one vector"),
+        ("kStageBarriers", 0, ""),
+        ("kSumsOffset", v.sums_offset, "bytes into shared memory"),
+    ]
+    template = environment(comments).get_template("rmsnorm_forward.cu.j2")
+    return template.render(
+        source=source_of(comments, include),
+        name=v.id,
+        constants=constant_lines(rows, comments),
+        element=ELEMENT_TYPE[v.dtype],
+        weight=ELEMENT_TYPE[v.weight_dtype],
+        cluster=v.cluster,
+        form=v.form,
+        tiles=tiles,
+    )

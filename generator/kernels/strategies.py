@@ -183,10 +183,10 @@ _BY_KNOBS = {(strategy.name, strategy.order): strategy for strategy in (*STRATEG
 
 
 def strategy_of(config: Mapping[str, Any]) -> Strategy:
-    """The row of the table that a config chooses. Where a strategy has one row, the order does not
-    count. Raises KeyError for an unknown strategy."""
-    found = _BY_KNOBS.get((config["strategy"], config.get("order", "turns")))
-    return found or _BY_KNOBS[config["strategy"], "turns"]
+    """The row of the table that a config chooses, NO_SUMS where it has no strategy. Where one has
+    one row, the order does not count. Raises KeyError for an unknown strategy."""
+    name = config.get("strategy", NO_SUMS.name)
+    return _BY_KNOBS.get((name, config.get("order", "turns"))) or _BY_KNOBS[name, "turns"]
 
 
 def is_deterministic(config: Mapping[str, Any]) -> bool:

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from generator.errors import NormforgeError
+from generator.kernels.forward import ForwardVariant, make_forward
 from generator.kernels.geometry import Config, Geometry
 from generator.kernels.knobs import KNOBS
 from generator.kernels.strategies import NO_SUMS
@@ -153,3 +154,11 @@ def make_variant(
     `least` to that of the problem. in_blocks: as in Geometry."""
     shape = shape_fields(problem)
     return Variant(dict(config), exact=exact, least=least, in_blocks=in_blocks, **shape)
+
+
+AnyVariant = Variant | ForwardVariant
+
+
+def kernel_of(config: Config, problem: Problem) -> AnyVariant:
+    """Make the variant of any config: those of RMSNorm's forward have knobs of their own."""
+    return (make_forward if "form" in config else make_variant)(config, problem)

@@ -13,9 +13,9 @@ from generator.operations.layernorm_backward import LAYERNORM_BACKWARD
 from generator.operations.operation import Operation
 from generator.operations.own import add_operation, add_operations_of_run
 from generator.operations.rmsnorm_backward import RMSNORM_BACKWARD
-from generator.operations.rmsnorm_forward import RMSNORM_FORWARD
+from generator.operations.rmsnorm_forward import RMSNORM_FORWARD, RMSNORM_INVARIANT_FORWARD
 from generator.operations.rmsnorm_invariant_backward import RMSNORM_INVARIANT_BACKWARD
-from generator.problem import Problem
+from generator.problem import FORWARDS, Problem
 from normforge import operations as library
 
 OPERATIONS = {
@@ -25,6 +25,7 @@ OPERATIONS = {
         RMSNORM_FORWARD,
         LAYERNORM_BACKWARD,
         RMSNORM_INVARIANT_BACKWARD,
+        RMSNORM_INVARIANT_FORWARD,
         *GATED_BACKWARDS,
         *GATED_FORWARDS,
     )
@@ -37,6 +38,8 @@ def operation_name(text: str) -> str:
     checked. Raises NormforgeError."""
     if text.endswith(".py"):
         return add_operation(Path(text), OPERATIONS)
+    if text in FORWARDS:
+        raise NormforgeError(f"{text} is tuned with {FORWARDS[text]}, whose packages have both")
     if text not in library.OPERATIONS:
         near = get_close_matches(text, library.OPERATIONS, n=1)
         hint = f"did you mean '{near[0]}'? " if near else ""

@@ -15,7 +15,7 @@ from normforge import operations
 
 
 def make_inputs(backward: Operation, problem: Problem, device: torch.device, **how: Any) -> Any:
-    """Those of the backward, but for the incoming gradient. how: as for it."""
+    """Make the inputs of the backward, but for the incoming gradient. how: as for it."""
     given = backward.make_inputs(problem, device, **how)
     (made,) = {inputs_class(one.signature) for one in operations.GATED_FORWARDS.values()}
     return made(given.x, given.z, given.weight, given.eps, given.offset)

@@ -99,7 +99,8 @@ class Operation:
     `traffic_bytes` and computes next to nothing, timed beside the kernels as their reference.
     load: machine code and its spec to what runs it. forward: the operation whose kernels go into
     the same package, or ""; fallbacks: whether fallback kernels do; tiles: whether forwards with
-    the arithmetic of vLLM's do.
+    the arithmetic of vLLM's do. serves: other problems that a
+    kernel for this one serves as well, by what they have more.
     """
 
     name: str
@@ -116,6 +117,7 @@ class Operation:
     forward: str = ""
     fallbacks: bool = False
     tiles: bool = False
+    serves: Callable[[Problem], Mapping[str, Problem]] = lambda problem: {}
 
     def traffic_bytes(self, problem: Problem) -> int:
         """Bytes that any implementation moves: every matrix read once or written once. Vectors are

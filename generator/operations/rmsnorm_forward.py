@@ -7,7 +7,7 @@ that their sum, rounded, is an output.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -22,6 +22,7 @@ from generator.operations.operation import (
     over_bytes,
     row_slices,
 )
+from generator.problem import RMSNORM_FORWARD as FORWARD
 from generator.problem import Problem
 from normforge.launch.driver import checked, cuda_driver
 from normforge.launch.forward_call import Bindings, ForwardExtent, pack_changing
@@ -77,7 +78,7 @@ def make_inputs(problem: Problem, device: torch.device, seed: int = 0) -> Forwar
 
 
 def bounds(problem: Problem, inputs: ForwardInputs) -> dict[str, Bound]:
-    """What y, rstd and residual_out have to be. y and rstd may be off by one rounding and by
+    """Return what y, rstd and residual_out have to be. y and rstd may be off by one rounding and by
     FP32_SLACK of themselves, residual_out not at all."""
     x = inputs.x
     if inputs.residual is not None:
@@ -146,7 +147,7 @@ class ForwardRunner:
 
 
 RMSNORM_FORWARD = Operation(
-    name="rmsnorm_forward",
+    name=FORWARD,
     front_end=None,
     sums_rows=False,
     arguments=arguments,
@@ -156,4 +157,7 @@ RMSNORM_FORWARD = Operation(
     bounds=bounds,
     floor=floor,
     load=ForwardRunner,
+    serves=lambda problem: {"residual": replace(problem, residual=problem.dtype)},
 )
+RMSNORM_INVARIANT_FORWARD = replace(RMSNORM_FORWARD, name="rmsnorm_invariant_forward")
+"""Chosen among kernels whose bits do not depend on the batch."""

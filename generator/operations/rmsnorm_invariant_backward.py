@@ -32,6 +32,7 @@ RMSNORM_INVARIANT_BACKWARD = replace(
             "warmup",
         ),
     ),
+    forward="rmsnorm_invariant_forward",
     fallbacks=False,
     tiles=True,
 )

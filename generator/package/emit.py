@@ -10,7 +10,6 @@ from typing import Any
 
 from generator.errors import NormforgeError
 from generator.kernels.code_digest import AnyVariant
-from generator.kernels.forward import FORWARD_FIELDS
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.variant import Variant
 from generator.package.atomic_folder import check_writable, replacing_folder, writer_lock
@@ -22,9 +21,10 @@ from generator.problem import Problem
 from generator.target import Target
 from normforge.table import ForwardTable, KernelOf, Table, TableOf, TunedOf
 
+ORDER_OF_ROWS = ("cluster", "threads_per_row", "vector_bytes")
+"""Fields on which the bits of dx, and of a forward in registers, depend beside the row."""
 ORDER_OF_DW = ("rows_per_cta", "run_rows", "group_rows")
-"""The fields on which the bits of a batch-invariant dw depend, beside those of dx
-(FORWARD_FIELDS)."""
+"""The fields on which the bits of a batch-invariant dw depend, beside ORDER_OF_ROWS."""
 
 
 def check_package(package: Path, target: Target) -> None:
@@ -173,8 +173,8 @@ def _check_arithmetic(table: Table, forward: ForwardTable | None) -> None:
         return
     found: dict[tuple[str, int, str], tuple[str, list[Any]]] = {}
     tables: list[tuple[str, Table | ForwardTable, tuple[str, ...]]]
-    tables = [("dx and dw", table, (*FORWARD_FIELDS, *ORDER_OF_DW))]
-    tables += [("y", forward, (*FORWARD_FIELDS, "form"))] if forward else []
+    tables = [("dx and dw", table, (*ORDER_OF_ROWS, *ORDER_OF_DW))]
+    tables += [("y", forward, (*ORDER_OF_ROWS, "form"))] if forward else []
     for what, of, names in tables:
         for entry in of.tuned:
             order = [entry.kernel.config.get(name) for name in names]

@@ -22,15 +22,6 @@ _HEADER = re.compile(r'^#include "([\w.]+)"$', re.MULTILINE)
 _REVISION = re.compile(r"^// Headers: templates/\*\.cuh, revision (\w+)$", re.MULTILINE)
 _OLD_HEADER = re.compile(r'^#include "\.\./include/(\w+)/([\w.]+)"$', re.MULTILINE)
 """Matches includes of sources that had a folder of headers of their own."""
-_FORWARD_KNOBS = (
-    "form",
-    "threads_per_row",
-    "rows_per_cta",
-    "rows_in_flight",
-    "vector_bytes",
-    "cluster",
-    "ctas_per_sm",
-)
 
 
 def header_revision(source: str) -> str:
@@ -81,9 +72,9 @@ def with_old_headers(source: str, folders: dict[str, dict[str, str]]) -> str:
 def config_of(variant: AnyVariant) -> dict[str, Any]:
     """All that a variant was made from beside the facts of its spec, as JSON values: every knob,
     and of a fallback kernel whether it adds rows in blocks."""
-    if isinstance(variant, ForwardVariant):
-        return {knob: getattr(variant, knob) for knob in _FORWARD_KNOBS}
-    return {**variant.config, **({} if variant.exact else {"in_blocks": variant.in_blocks})}
+    if isinstance(variant, ForwardVariant) or variant.exact:
+        return dict(variant.config)
+    return {**variant.config, "in_blocks": variant.in_blocks}
 
 
 def variant_of(kernel: Kernel | ForwardKernel) -> AnyVariant:

@@ -10,7 +10,7 @@ from random import Random
 from generator.errors import NormforgeError
 from generator.kernels.geometry import Config
 from generator.kernels.strategies import Strategy, is_deterministic
-from generator.kernels.variant import make_variant
+from generator.kernels.variant import kernel_of
 from generator.report.reason import reason
 from generator.space.legal_configs import LegalConfigs
 from generator.space.space import Space
@@ -166,7 +166,7 @@ class Explanation:
         """A config of the finals as a record, whether or not a trial of this study tried it."""
         for known, result in self.study.finals:
             if self._today(known) == config:
-                name = make_variant(config, self.study.problem).id
+                name = kernel_of(config, self.study.problem).id
                 return Record(config, name, result, FINALS, 0.0)
         return None
 

@@ -85,5 +85,7 @@ def kernel(study: Study) -> str:
     if study.winner is None:
         return ""
     config = study.winner.config
+    if "form" in config:
+        return str(config["form"])
     stages = f" {charts.TIMES}{config['stages']}" if config["pipeline"] != "direct" else ""
     return f"{config['pipeline']}{stages}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from generator.errors import NormforgeError
-from generator.kernels.variant import make_variant
+from generator.kernels.variant import kernel_of
 from generator.search.choose_winner import choose
 from generator.space.legal_configs import LegalConfigs
 from generator.space.load import load_space_once, space_file
@@ -37,4 +37,4 @@ def passed_over(study: Study) -> tuple[str, float] | None:
     config, result = study.finals[choice.winner]
     if not own.ratio or not result.ratio or own.ratio <= result.ratio:
         return None
-    return make_variant(config, study.problem).id, own.ratio / result.ratio - 1
+    return kernel_of(config, study.problem).id, own.ratio / result.ratio - 1

@@ -11,7 +11,7 @@ from statistics import geometric_mean
 
 from generator.errors import NormforgeError
 from generator.kernels.strategies import Strategy
-from generator.kernels.variant import make_variant
+from generator.kernels.variant import kernel_of
 from generator.problem import RMSNORM_BACKWARD, Problem
 from generator.report.peers import Comparison
 from generator.report.standing_out import StandingOut, standing_out
@@ -83,7 +83,9 @@ class Summary:
     def example_config(study: Study) -> str:
         """Return a config to ask `explain` for, other than the winner's where there is one."""
         tried = [*study.best_by_strategy.values()] or study.records
-        return f"strategy={tried[-1].config['strategy']}"
+        config = tried[-1].config
+        knob = "form" if "form" in config else "strategy"
+        return f"{knob}={config[knob]}"
 
     @cached_property
     def evidence(self) -> str:
@@ -273,7 +275,7 @@ def runners_up(study: Study) -> list[tuple[str, float]]:
     if winner is None or not winner.result.ratio:
         return []
     others = [
-        (make_variant(config, study.problem).id, result.ratio / winner.result.ratio - 1)
+        (kernel_of(config, study.problem).id, result.ratio / winner.result.ratio - 1)
         for config, result in study.finals
         if result.ratio and may_win(config, result) and config != winner.config
     ]

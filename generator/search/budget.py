@@ -12,6 +12,10 @@ TRIALS = {"measured": 400, "predicted": 14}
 """Trials of one problem unless the caller says otherwise. A prediction errs by more than further
 trials gain (docs/tuning.md)."""
 
+FORWARD_TRIALS = {"measured": 200, "predicted": 4}
+"""The trials of a forward of RMSNorm: all that there are, or the first ones in the rule's order,
+of which the first wins that compiles without spills and passes."""
+
 FINALISTS = 8
 """Variants called to the finals."""
 

@@ -9,7 +9,7 @@ from functools import partial
 from generator.evaluate.evaluator import Evaluator, Preferring
 from generator.kernels.geometry import Config
 from generator.kernels.strategies import launches
-from generator.problem import Problem
+from generator.problem import FORWARDS, Problem
 from generator.result import Result
 from generator.studies.records import INCUMBENT_STAYS, may_win
 
@@ -42,10 +42,11 @@ def slack(best: Result, config: Config, best_config: Config, tie: float) -> floa
 @dataclass(frozen=True)
 class Preference:
     """The preference among uncertain times. tie: times this close, relative to the best, are equal;
-    agreement: of equal configs the one with the highest wins."""
+    agreement: of equal configs the one with the highest wins; said: what that one is called."""
 
     tie: float
     agreement: Callable[[Config], float]
+    said: str = "most like winners on measured GPUs"
 
     def key(self, config: Config, ratio: float, best: float) -> tuple[bool, float, float]:
         """Sorts configs by who wins: first those that equal the best ratio, by agreement and then
@@ -59,7 +60,10 @@ def preference_of(evaluator: Evaluator, problem: Problem) -> Preference | None:
     """Return an evaluator's preference for a problem, None where its times decide."""
     if not isinstance(evaluator, Preferring):
         return None
-    return Preference(evaluator.tie, partial(evaluator.agreement, problem))
+    agreement = partial(evaluator.agreement, problem)
+    if problem.operation in FORWARDS:
+        return Preference(evaluator.tie, agreement, "first in the order of the rule")
+    return Preference(evaluator.tie, agreement)
 
 
 def expected_error(result: Result) -> str:
@@ -142,11 +146,7 @@ def choose(
     if len(tied) == 1:
         found = f"fastest of {len(times)} finalists that may win"
     else:
-        first = (
-            "most like winners on measured GPUs"
-            if preference
-            else "first in the order of the space"
-        )
+        first = preference.said if preference else "first in the order of the space"
         found = f"{first} of {len(tied)} finalists that count as equal"
     return Choice(winner, tied, before + reason(winner, found))
 

@@ -16,10 +16,10 @@ from generator.errors import NormforgeError
 from generator.kernels.geometry import Config
 from generator.kernels.knobs import KNOBS
 from generator.kernels.variant import make_variant
-from generator.problem import Problem
+from generator.problem import FORWARDS, Problem
 from generator.search.starts import distance
 from generator.search.surrogate import WORST
-from generator.space.expressions import DERIVED
+from generator.space.expressions import OF_ROWS
 from generator.space.legal_configs import LegalConfigs
 from generator.studies.records import UNREADABLE, Record, StudyFacts, over_median_floor
 from generator.studies.study_log import StudyLog, without_copied
@@ -86,7 +86,7 @@ class Experience:
         """The knobs, the numbers that rules of the space may use, and the shape."""
         config = replace(self.legal, problem=problem).complete(config)
         target, variant = self.legal.target, make_variant(config, problem)
-        derived = {name: d.value(variant, problem, target) for name, d in DERIVED.items()}
+        derived = {name: d.value(variant, problem, target) for name, d in OF_ROWS.items()}
         rounds = derived["batches"] / max(1, derived["participants"] * derived["teams"])
         size = (problem.M, problem.N, problem.M * problem.N * problem.itemsize)
         items = (problem.itemsize, problem.weight_itemsize, problem.residual_itemsize)
@@ -109,8 +109,9 @@ def by_distance(problem: Problem, others: Iterable[tuple[Problem, T]]) -> list[t
 
 def learn(legal: LegalConfigs, storage: BaseStorage, evidence: str) -> Experience | None:
     """Learn from the studies of other shapes in a storage, of the same operation, GPU and evidence;
-    None when they have too few trials, and for predictions, whose model knows more."""
-    if evidence == "predicted":
+    None when they have too few trials, for predictions, whose model knows more, and for forwards of
+    RMSNorm, all of which are tried."""
+    if evidence == "predicted" or legal.problem.operation in FORWARDS:
         return None
     problem, place = legal.problem, (legal.target.name, legal.target.sms, evidence)
     others: list[tuple[Problem, str]] = []

@@ -15,7 +15,7 @@ from generator.kernels.geometry import Config
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.resource_gate import refuse
 from generator.kernels.strategies import launches
-from generator.kernels.variant import Variant, make_variant
+from generator.kernels.variant import AnyVariant, kernel_of
 from generator.problem import Problem
 from generator.result import Result
 from generator.search.budget import FINALISTS
@@ -46,7 +46,7 @@ the others, a whole family may do better or worse than in the trials."""
 class Final:
     """One variant in the finals."""
 
-    variant: Variant
+    variant: AnyVariant
     compiled: Compiled
     result: Result
 
@@ -113,7 +113,7 @@ def hold_finals(
 def hold_round(
     evaluator: Evaluator,
     problem: Problem,
-    entries: Sequence[tuple[Variant, Compiled]],
+    entries: Sequence[tuple[AnyVariant, Compiled]],
     rank: Callable[[Config], tuple[int, ...]],
     incumbent: Config | None,
 ) -> list[Result]:
@@ -251,9 +251,9 @@ def fastest_ineligible(finals: Sequence[Final]) -> Finalist | None:
 
 def compile_configs(
     legal: LegalConfigs, pool: Pool, configs: Sequence[Config]
-) -> list[tuple[Variant, Compiled]]:
+) -> list[tuple[AnyVariant, Compiled]]:
     """The configs' variants, compiled: those that may run."""
-    variants = [make_variant(config, legal.problem) for config in configs]
+    variants = [kernel_of(config, legal.problem) for config in configs]
     futures = [pool.submit(variant) for variant in variants]
     entries = []
     for variant, future in zip(variants, futures, strict=True):

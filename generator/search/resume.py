@@ -12,8 +12,8 @@ from optuna.trial import FrozenTrial
 from generator.errors import NormforgeError
 from generator.evaluate.evaluator import Pool
 from generator.kernels.geometry import Config
-from generator.kernels.knobs import KNOBS
-from generator.kernels.variant import Variant, make_variant
+from generator.kernels.knobs import KNOBS, knobs_like
+from generator.kernels.variant import AnyVariant, kernel_of
 from generator.problem import Problem
 from generator.search.sampler import distributions
 from generator.space.legal_configs import LegalConfigs
@@ -32,7 +32,7 @@ def up_to_date(
 
     Raises NormforgeError where another version of this program wrote them."""
     known: dict[int, Known] = {}
-    variants: dict[int, Variant] = {}
+    variants: dict[int, AnyVariant] = {}
     try:
         for trial in trials:
             record = Record.from_trial(trial)
@@ -54,14 +54,15 @@ def up_to_date(
     return known
 
 
-def _make(config: Config, legal: LegalConfigs) -> Variant | None:
+def _make(config: Config, legal: LegalConfigs) -> AnyVariant | None:
     """The variant of a recorded config, None where the templates have no such one any more."""
     knobs = {knob.name for knob in legal.space.knobs}
-    known = all(name in KNOBS and value in KNOBS[name].domain for name, value in config.items())
+    of_kernel = knobs_like(config)
+    known = all(n in of_kernel and value in of_kernel[n].domain for n, value in config.items())
     if not known or not knobs <= config.keys():
         return None
     with suppress(NormforgeError):
-        return make_variant(config, legal.problem)
+        return kernel_of(config, legal.problem)
     return None
 
 
@@ -125,5 +126,5 @@ def standing(winner: Winner, legal: LegalConfigs, pool: Pool, candidates: int) -
 
 def still_made(winner: Winner, pool: Pool) -> bool:
     """Return True if the winner's config still gives the machine code that was in the finals."""
-    variant = make_variant(winner.config, winner.problem)
+    variant = kernel_of(winner.config, winner.problem)
     return pool.result(variant, pool.submit(variant)).digest == winner.cubin

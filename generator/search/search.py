@@ -24,7 +24,7 @@ from optuna.trial import TrialState
 from generator.evaluate.evaluator import Evaluator, Pool
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.resource_gate import identity, refuse
-from generator.kernels.variant import Variant, make_variant
+from generator.kernels.variant import AnyVariant, kernel_of
 from generator.result import Result
 from generator.search import resume
 from generator.search.budget import Budget, Progress
@@ -101,7 +101,7 @@ class _Pending:
 
     trial: optuna.Trial
     origin: str
-    variant: Variant
+    variant: AnyVariant
     compiled: Future[Compiled]
 
 
@@ -221,7 +221,7 @@ class _Search:
             except NothingLeftError:
                 self.proposals.exhausted = True
                 continue
-            variant = make_variant(trial.params, self.legal.problem)
+            variant = kernel_of(trial.params, self.legal.problem)
             self.pending.append(_Pending(trial, origin, variant, self.pool.submit(variant)))
             return True
         return False

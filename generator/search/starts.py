@@ -10,7 +10,7 @@ from itertools import zip_longest
 from generator.evaluate.evaluator import Evaluator, Preferring
 from generator.kernels.geometry import Config
 from generator.kernels.knobs import KNOBS
-from generator.problem import Problem
+from generator.problem import FORWARDS, Problem
 from generator.space.family import Family, family_of
 from generator.space.legal_configs import LegalConfigs, Values
 from generator.studies.records import Winner, without_space
@@ -45,7 +45,7 @@ def incumbent_and_starts(
     if evaluator.evidence == "predicted":
         own = without_space(study)
         incumbents = [w for w in incumbents if without_space(w.study) == own]
-    others = [w for w in winners if w not in incumbents]
+    others = [w for w in winners if w not in incumbents and _alike(w, legal)]
     starts: list[Config] = []
     if isinstance(evaluator, Preferring):
         known_good = evaluator.starts(legal.problem)
@@ -58,6 +58,11 @@ def incumbent_and_starts(
         return None, starts
     incumbent = incumbents[-1].config
     return legal.today(incumbent), [incumbent, *starts]
+
+
+def _alike(winner: Winner, legal: LegalConfigs) -> bool:
+    """Tell whether its knobs are of the same kind of kernel: forwards of RMSNorm have others."""
+    return (winner.problem.operation in FORWARDS) == (legal.problem.operation in FORWARDS)
 
 
 def distance(one: Problem, other: Problem) -> float:

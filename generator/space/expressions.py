@@ -58,6 +58,19 @@ def _participants(v: Geometry, target: Target) -> int:
     return int((target.sms - v["spare_sms"]) * v["ctas_per_sm"] // v["cluster"])
 
 
+def even_splits(v: Geometry) -> int:
+    """Numbers of threads that have equally many vectors of a row, and no more than they can hold
+    (as the rule `registers` of rmsnorm_forward.yaml has it)."""
+    across, least = v.columns // v.elements, 128 if v["cluster"] > 1 else 1
+    return sum(
+        across % threads == 0 and threads >= least and across // threads <= held
+        for threads, held in _HELD.items()
+    )
+
+
+_HELD = {threads: 8 if threads <= 512 else 4 for threads in (4, 8, 16, *range(32, 1025, 32))}
+
+
 class Derived(NamedTuple):
     """A number that follows from a config. knobs: those that it needs, as far as a space has them;
     value: computes it."""
@@ -85,7 +98,7 @@ _SMEM = (
     "run_rows",
     "group_rows",
 )
-DERIVED: dict[str, Derived] = {
+OF_ROWS: dict[str, Derived] = {
     "threads": Derived(_CTA, lambda v, p, t: v.cta_threads),
     "columns": Derived(("cluster",), lambda v, p, t: v.columns),
     "row_bytes": Derived(("cluster",), lambda v, p, t: v.row_bytes),
@@ -121,6 +134,11 @@ DERIVED: dict[str, Derived] = {
         (*_SMEM, "ctas_per_sm"),
         lambda v, p, t: v["ctas_per_sm"] * t.smem_of_cta(v.smem_bytes),
     ),
+}
+"""Expressions of the kernels over rows."""
+DERIVED = {
+    **OF_ROWS,
+    "even_splits": Derived(("cluster", "vector_bytes"), lambda v, p, t: even_splits(v)),
 }
 
 """Numbers, from which a search learns, too."""

@@ -16,4 +16,4 @@ def family_of(config: Config) -> Family:
     These decide how rows reach the threads and how many are under way. All other knobs, such as
     hints, stages and slices, vary a kernel by a few per cent.
     """
-    return (strategy_of(config).adds, *(config[knob] for knob in KNOBS_OF_FAMILY))
+    return (strategy_of(config).adds, *(config.get(knob, "") for knob in KNOBS_OF_FAMILY))

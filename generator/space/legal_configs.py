@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
-from itertools import count, islice
+from itertools import count, islice, product
 
 from generator.kernels.geometry import Config
 from generator.kernels.knobs import KNOBS
@@ -92,12 +92,12 @@ class LegalConfigs:
     def reduction_kinds(self) -> tuple[Values, ...]:
         """Return the first config of every legal reduction kind, in the order of the file."""
         values = {knob.name: knob.values for knob in self.space.knobs}
+        of_kinds = [values[name] for name in REDUCTION_KNOBS if name in values]
         found: dict[Strategy, Values] = {}
-        for strategy in values["strategy"]:
-            for order in values["order"]:
-                fixed = {"strategy": strategy, "order": order}
-                for config in islice(self.space.legal(self.problem, self.target, fixed=fixed), 1):
-                    found.setdefault(strategy_of(config), config)
+        for kind in product(*of_kinds):
+            fixed = dict(zip(REDUCTION_KNOBS, kind, strict=False))
+            for config in islice(self.space.legal(self.problem, self.target, fixed=fixed), 1):
+                found.setdefault(strategy_of(config), config)
         return tuple(found.values())
 
     def adapt(self, config: Config, rng: random.Random) -> Values | None:
@@ -153,7 +153,7 @@ class LegalConfigs:
             return None
         for _ in range(_DRAWS):
             kind = rng.choice(kinds)
-            fixed = {name: kind[name] for name in REDUCTION_KNOBS}
+            fixed = {name: kind[name] for name in REDUCTION_KNOBS if name in kind}
             config = self.space.sample(self.problem, self.target, rng, fixed)
             if self.key(config) not in taken:
                 return config

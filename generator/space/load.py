@@ -9,8 +9,7 @@ from typing import Any
 
 from generator.disk import read_yaml
 from generator.errors import NormforgeError
-from generator.kernels.forward import FORWARD_FIELDS
-from generator.kernels.knobs import KNOBS
+from generator.kernels.knobs import KNOBS, KnobFacts, knobs_like
 from generator.own_files import space_of
 from generator.paths import SEARCH_SPACES
 from generator.problem import ITEMSIZE, RMSNORM_BACKWARD
@@ -36,9 +35,11 @@ def load_space(path: Path = SPACE_FILE) -> Space:
     content = _read(path)
     known = {*GIVEN_NAMES, *IMPLIED}
     knobs: list[Knob] = []
+    of_kernel = knobs_like(content["knobs"])
     for name, entry in content["knobs"].items():
-        knobs.append(_read_knob(path, name, entry, known, {knob.name for knob in knobs}))
-    needed = {name for name, facts in KNOBS.items() if not facts.optional}
+        above = {knob.name for knob in knobs}
+        knobs.append(_read_knob(path, name, entry, known, above, of_kernel))
+    needed = {name for name, facts in of_kernel.items() if not facts.optional}
     missing = sorted(needed - {knob.name for knob in knobs})
     if missing:
         raise NormforgeError(f"{path}: knob '{missing[0]}' is missing; one value is enough")
@@ -93,11 +94,9 @@ def _read_fixed(path: Path, entries: Any, knobs: Mapping[str, Knob]) -> tuple[Fi
     found: list[Fixed] = []
     for entry in entries:
         where = f"{path}: 'fixed'"
-        if not isinstance(entry, dict) or set(entry) != {"N", "dtype", "knobs", "forward"}:
-            raise NormforgeError(
-                f"{where}: an entry has exactly N, dtype, knobs and forward, got {entry!r}"
-            )
-        chosen, forward = entry["knobs"], entry["forward"]
+        if not isinstance(entry, dict) or set(entry) != {"N", "dtype", "knobs"}:
+            raise NormforgeError(f"{where}: an entry has exactly N, dtype and knobs, got {entry!r}")
+        chosen = entry["knobs"]
         if not isinstance(chosen, dict) or not all(
             name in knobs and value in knobs[name].choices for name, value in chosen.items()
         ):
@@ -110,17 +109,7 @@ def _read_fixed(path: Path, entries: Any, knobs: Mapping[str, Knob]) -> tuple[Fi
             raise NormforgeError(
                 f"{where}: N has integers and dtype some of {known}, got {widths} and {dtypes}"
             )
-        if (
-            not isinstance(forward, dict)
-            or not forward.keys() <= FORWARD_FIELDS
-            or any(type(value) is not int for value in forward.values())
-        ):
-            known = ", ".join(sorted(FORWARD_FIELDS))
-            raise NormforgeError(
-                f"{where}: 'forward' has integers for some of {known}, got {forward!r}"
-            )
-        kind = (tuple(widths), tuple(dtypes))
-        found.append(Fixed(*kind, tuple(chosen.items()), tuple(forward.items())))
+        found.append(Fixed(tuple(widths), tuple(dtypes), tuple(chosen.items())))
     pairs = [(N, dtype) for entry in found for N in entry.widths for dtype in entry.dtypes]
     twice = sorted({pair for pair in pairs if pairs.count(pair) > 1})
     if twice:
@@ -141,10 +130,19 @@ def read_rules(path: Path | str, entries: Sequence[Any], knobs: Set[str]) -> tup
     return tuple(rules)
 
 
-def _read_knob(path: Path, name: Any, entry: Any, known: set[str], above: set[str]) -> Knob:
+def _read_knob(
+    path: Path,
+    name: Any,
+    entry: Any,
+    known: set[str],
+    above: set[str],
+    of_kernel: Mapping[str, KnobFacts],
+) -> Knob:
+    """of_kernel: the knobs that the space's templates have."""
     where = f"{path}: knob '{name}'"
-    if name not in KNOBS:
-        raise NormforgeError(f"{where} is unknown: the templates have {', '.join(sorted(KNOBS))}")
+    if name not in of_kernel:
+        names = ", ".join(sorted(of_kernel))
+        raise NormforgeError(f"{where} is unknown: the templates have {names}")
     if not isinstance(entry, dict) or not {"values", "why"} <= set(entry):
         raise NormforgeError(f"{where} needs 'values' and 'why'")
     extra = sorted(set(entry) - {"values", "why", "when", "otherwise"}, key=str)
@@ -158,8 +156,9 @@ def _read_knob(path: Path, name: Any, entry: Any, known: set[str], above: set[st
         shown = ", ".join(sorted(kind.__name__ for kind in kinds))
         raise NormforgeError(f"{where}: values are all integers or all text, got {shown}")
     for value in [*values, entry.get("otherwise", values[0])]:
-        if value not in KNOBS[name].domain:
-            raise NormforgeError(f"{where} cannot be {value!r}: the templates know {_shown(name)}")
+        if value not in of_kernel[name].domain:
+            known_values = _shown(of_kernel[name].domain)
+            raise NormforgeError(f"{where} cannot be {value!r}: the templates know {known_values}")
     if len(set(values)) != len(values):
         raise NormforgeError(f"{where} lists a value twice")
     when = entry.get("when")
@@ -180,8 +179,7 @@ def _read_knob(path: Path, name: Any, entry: Any, known: set[str], above: set[st
     return Knob(name, tuple(values), str(entry["why"]), expression, otherwise)
 
 
-def _shown(knob: str) -> str:
-    known = KNOBS[knob].domain
+def _shown(known: Sequence[int | str]) -> str:
     if isinstance(known, range):
         steps = f" in steps of {known.step}" if known.step > 1 else ""
         return f"{known[0]} to {known[-1]}{steps}"

@@ -74,13 +74,11 @@ def _formatted(expression: Expression, value: Any, spec: str) -> str:
 
 @dataclass(frozen=True)
 class Fixed:
-    """The only values that knobs have at some widths N and dtypes of x. forward: fields of a
-    ForwardVariant and the only values that they have there."""
+    """The only values that knobs have at some widths N and dtypes of x."""
 
     widths: tuple[int, ...]
     dtypes: tuple[str, ...]
     knobs: tuple[tuple[str, int | str], ...]
-    forward: tuple[tuple[str, int | str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -114,11 +112,6 @@ class Space:
         NormforgeError where the space fixes knobs for others only."""
         entry = self._fixed_entry(problem)
         return dict(entry.knobs) if entry else {}
-
-    def fixed_forward_for(self, problem: Problem) -> dict[str, int | str]:
-        """Return the fixed knobs of the problem's forward, by the fields of a ForwardVariant."""
-        entry = self._fixed_entry(problem)
-        return dict(entry.forward) if entry else {}
 
     def _fixed_entry(self, problem: Problem) -> Fixed | None:
         for entry in self.fixed:

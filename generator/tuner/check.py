@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,9 @@ from generator.errors import NormforgeError, ProblemError
 from generator.evaluate.gpu.protocol import Candidate
 from generator.evaluate.gpu.recheck import Rechecker
 from generator.evaluate.gpu.rotation import FLUSH
-from generator.operations import RMSNORM_FORWARD
 from generator.package.emit import read_forward_table
 from generator.package.entries import BITS, problem_of
-from generator.problem import Problem
+from generator.problem import FORWARDS, RMSNORM_BACKWARD, RMSNORM_FORWARD, Problem
 from generator.result import Result
 from generator.studies.records import plain_floor
 from generator.target import Target
@@ -28,19 +27,19 @@ OTHER_FLOOR = "its time was measured beside another reference"
 
 @dataclass(frozen=True)
 class Stored:
-    """A tuned kernel of a package. operation: of the kernel, for a forward another one than that of
-    the problem, which is without options then."""
+    """A tuned kernel of a package, and the problem that it was tuned for."""
 
-    operation: str
     problem: Problem
     tuned: TunedOf[Any]
 
     @property
     def forward(self) -> bool:
-        return self.operation == RMSNORM_FORWARD.name
+        return self.problem.operation in FORWARDS
 
     def __str__(self) -> str:
-        return f"{self.problem}{' forward' if self.forward else ''}"
+        if self.forward:
+            return f"{replace(self.problem, operation=RMSNORM_BACKWARD)} forward"
+        return str(self.problem)
 
 
 @dataclass(frozen=True)
@@ -86,16 +85,17 @@ def stored_kernels(package: Path, target: Target, operation: str) -> list[Stored
     if not table.tuned:
         raise NormforgeError(f"{package} has no tuned kernel: there is nothing to check")
     forward = read_forward_table(package)
-    forwards = {problem_of(tuned): tuned for tuned in forward.tuned} if forward else {}
+    tuned_forwards = forward.tuned if forward else ()
+    forwards = {(t.M, t.N, t.dtype, t.weight_dtype): t for t in tuned_forwards}
     found = []
     for tuned in table.tuned:
         problem = problem_of(tuned)
         if problem.operation != operation:
             raise NormforgeError(f"{package} has kernels of {problem.operation}: choose with --op")
-        found.append(Stored(operation, problem, tuned))
-        shape = Problem(problem.M, problem.N, problem.dtype, problem.weight_dtype)
+        found.append(Stored(problem, tuned))
+        shape = (problem.M, problem.N, problem.dtype, problem.weight_dtype)
         if (own := forwards.pop(shape, None)) is not None:
-            found.append(Stored(RMSNORM_FORWARD.name, shape, own))
+            found.append(Stored(Problem(*shape, operation=RMSNORM_FORWARD), own))
     return found
 
 
@@ -129,7 +129,7 @@ def check_kernel(
     try:
         candidate = Candidate(kernel.read_cubin(package), kernel.spec)
         condition = tuned.provenance.get("condition") or FLUSH  # older tables say none
-        result = rechecker.check(stored.operation, stored.problem, candidate, condition)
+        result = rechecker.check(stored.problem, candidate, condition)
     except (RuntimeError, ProblemError) as error:  # damaged, or what the GPU has no room for
         result = Result("unchecked", note=str(error))
     accuracy = "ok" if result.outcome == "ok" else f"{result.outcome}: {result.note}"

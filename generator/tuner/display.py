@@ -148,6 +148,8 @@ def describe(problem: Problem, winner: Winner | None, failure: str = "") -> str:
     """Describe a finished problem in one line."""
     if winner is None:
         return f"{problem}: {f'no answer: {failure}' if failure else 'no variant may win'}"
+    if "form" in winner.config and winner.evidence == "predicted":  # no model knows its time
+        return f"{problem}: {_in_short(winner)}, by rule"
     return (
         f"{problem}: {_in_short(winner)}, {winner.result.us:.2f} us, "
         f"{winner.result.ratio:.3f} x {winner.floor}, {winner.evidence}"
@@ -184,5 +186,8 @@ def table(winners: Sequence[tuple[Problem, Winner | None]]) -> str:
 
 def _in_short(winner: Winner) -> str:
     knobs = winner.config
+    if "form" in knobs:
+        rows = f"{knobs['rows_per_cta']}x{knobs['rows_in_flight']}"
+        return f"{knobs['form']} {knobs['threads_per_row']}x{rows}"
     stages = "" if knobs["pipeline"] == "direct" else knobs["stages"]
     return f"{knobs['strategy']} {knobs['pipeline']}{stages}"

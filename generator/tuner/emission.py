@@ -13,25 +13,26 @@ from optuna.storages import BaseStorage
 
 from generator.kernels.compile_pool import CompilePool
 from generator.kernels.cubin_cache import find_cached
-from generator.kernels.forward import ForwardVariant
+from generator.kernels.forward import CompiledForward, ForwardVariant
 from generator.kernels.nvrtc import Compiled, nvrtc_version
-from generator.kernels.variant import Variant, make_variant
-from generator.package.emit import emit_package, read_forward_table
-from generator.package.entries import Emission, Entry, recorded_bits
+from generator.kernels.resource_gate import forward_fault
+from generator.kernels.variant import AnyVariant, Variant, kernel_of
+from generator.package.emit import emit_package
+from generator.package.entries import Emission, Entry, Forwards, recorded_bits
 from generator.package.fallback_kernels import (
     COMMON_VECTOR_BYTES,
     compile_fallbacks,
     fallback_dtypes,
     fallbacks_to_compile,
 )
+from generator.problem import FORWARDS, Problem
 from generator.space.forward_space import fallback_forwards, tile_forwards
 from generator.studies.records import Winner
 from generator.studies.study_log import StudyLog
+from generator.target import Target
 from generator.tuner.display import Status
-from generator.tuner.forward import tune_forwards
 from generator.tuner.lifecycle import Stop
 from generator.tuner.plan import Plan
-from generator.tuner.task_runner import compiler_processes
 
 
 def fallback_forwards_of(plan: Plan) -> list[ForwardVariant]:
@@ -55,17 +56,21 @@ def emit(
 ) -> Emission:
     """Write the package with these winners, and the other kernels of the operation's packages.
     Fallback kernels that the package has already for other rows stay, unless the plan makes all.
-    Choosing forwards can take minutes: after SIGTERM, the next run chooses the rest. After Ctrl-C,
-    KeyboardInterrupt is raised and nothing written.
+    After Ctrl-C, KeyboardInterrupt is raised and nothing written.
     """
     target = plan.target
     status.phase("winners", 0, len(winners))
-    chosen = [make_variant(winner.config, winner.problem) for winner in winners]
+    chosen = [kernel_of(winner.config, winner.problem) for winner in winners]
     made = _compile(chosen, pool, partial(status.phase, "winners"))
-    entries = [
-        Entry(winner.problem, variant, compiled, winner.evidence, provenance(winner, storage))
-        for winner, variant, compiled in zip(winners, chosen, made, strict=True)
-    ]
+    entries: list[Entry] = []
+    of_forwards: list[Entry] = []
+    for winner, variant, compiled in zip(winners, chosen, made, strict=True):
+        p, facts = winner.problem, provenance(winner, storage)
+        if isinstance(variant, ForwardVariant):  # whose table has shapes alone
+            shape = Problem(p.M, p.N, p.dtype, p.weight_dtype)
+            of_forwards.append(Entry(shape, variant, compiled, winner.evidence, facts))
+        else:
+            entries.append(Entry(p, variant, compiled, winner.evidence, facts))
     phases = chain(["fallback kernels"], repeat("replacements of fallback kernels"))
 
     def compile(variants: list[Variant]) -> list[Compiled]:
@@ -76,17 +81,9 @@ def emit(
     )
     forwards = None
     if plan.operation.forward:
-        forwards = tune_forwards(
-            [winner.problem for winner in winners],
-            target,
-            plan.devices,
-            known=read_forward_table(plan.package),
-            processes=compiler_processes(),
-            say=status.say,
-            fallbacks=fallback_forwards_of(plan),
-            choices=plan.forwards,
-            tell=partial(status.phase, "forward kernels"),
-            check=stop.check,
+        tell = partial(status.phase, "forward kernels")
+        forwards = Forwards(
+            tuple(of_forwards), usable_forwards(fallback_forwards_of(plan), target, pool, tell)
         )
     if stop.at_once:
         stop.check()  # the package stays as it was
@@ -105,8 +102,19 @@ def emit(
     return emission
 
 
+def usable_forwards(
+    variants: Sequence[ForwardVariant],
+    target: Target,
+    pool: CompilePool,
+    tell: Callable[[int, int], None] = lambda done, total: None,
+) -> tuple[CompiledForward, ...]:
+    """The forwards for any row that may run on the target, compiled."""
+    made = zip(variants, _compile(variants, pool, tell), strict=True)
+    return tuple((v, c) for v, c in made if not (c.error or forward_fault(v, c, target)))
+
+
 def _compile(
-    variants: Sequence[Variant], pool: CompilePool, tell: Callable[[int, int], None]
+    variants: Sequence[AnyVariant], pool: CompilePool, tell: Callable[[int, int], None]
 ) -> list[Compiled]:
     """All of them. No process starts for what the cache has, which after a search is nearly all.
     tell: is told how many are done, and of how many."""
@@ -123,7 +131,7 @@ def provenance(winner: Winner, storage: BaseStorage) -> dict[str, Any]:
     result = winner.result
     machine = StudyLog(storage, winner.study).machine
     fastest = winner.fastest_nondeterministic
-    return {
+    facts = {
         "gpu": machine.get("gpu", winner.target),
         "driver": machine.get("driver"),
         "nvrtc": machine.get("nvrtc", nvrtc_version()),
@@ -153,3 +161,10 @@ def provenance(winner: Winner, storage: BaseStorage) -> dict[str, Any]:
         "overhead_of_determinism": winner.overhead_of_determinism,
         "reason": winner.reason,
     }
+    if winner.problem.operation in FORWARDS and winner.evidence == "predicted":
+        return {name: fact for name, fact in facts.items() if name not in _OF_TIMES}
+    return facts
+
+
+_OF_TIMES = ("us", "floor_us", "ratio", "tie")
+"""Fields that are not stated of a forward that was chosen by the rule."""

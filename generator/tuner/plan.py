@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from generator.kernels.forward import ForwardVariant
 from generator.operations import Operation, operation_of
-from generator.problem import Problem
-from generator.search.budget import Budget
-from generator.space.forward_space import forwards_with
-from generator.space.load import UNPREDICTED, load_space_once
+from generator.problem import FORWARDS, Problem
+from generator.search.budget import FORWARD_TRIALS, Budget
+from generator.space.load import UNPREDICTED, load_space_once, space_file
 from generator.space.space import Space
 from generator.studies.records import study_name
 from generator.studies.storage import JOURNAL_NAME, is_shared
@@ -53,6 +51,14 @@ class Plan:
         return operation_of(self.problems[0])
 
     @property
+    def searched(self) -> tuple[Problem, ...]:
+        """The problems, and behind them their forwards where the package has such kernels: one for
+        every shape, whatever the options."""
+        forward = self.operation.forward
+        shapes = ((p.M, p.N, p.dtype, p.weight_dtype) for p in self.problems if forward)
+        return (*self.problems, *(Problem(*s, operation=forward) for s in dict.fromkeys(shapes)))
+
+    @property
     def package(self) -> Path:
         """The package that the run writes or extends."""
         return self.out / self.operation.name
@@ -73,6 +79,12 @@ class Plan:
         space = load_space_once(self.space_file)
         return space if self.devices else space.without(*UNPREDICTED)
 
+    def space_of(self, problem: Problem) -> Space:
+        """The space of the plan, and of a forward its own."""
+        if problem.operation in FORWARDS:
+            return load_space_once(space_file(problem.operation))
+        return self.space
+
     @property
     def where(self) -> str | Path:
         """The place of the studies, as `generator.studies.storage.open_storage` takes it."""
@@ -83,16 +95,12 @@ class Plan:
         """True when other runs may search the same problems at the same time."""
         return is_shared(self.storage)
 
-    @property
-    def budget(self) -> Budget:
-        """The budget of one problem."""
+    def budget(self, problem: Problem) -> Budget:
+        """Return the budget of one problem. A forward takes none of the seconds."""
+        if problem.operation in FORWARDS:
+            return Budget(FORWARD_TRIALS[self.evidence])
         seconds = self.seconds and self.seconds * self.parallel_searches / len(self.problems)
         return Budget(self.trials, seconds)
-
-    def forwards(self, problem: Problem, target: Target) -> list[ForwardVariant]:
-        """Return the variants that a shape's forward is chosen from: all, but for what the search
-        space fixes."""
-        return forwards_with(self.space.fixed_forward_for(problem), problem, target)
 
     def study(self, problem: Problem) -> str:
         """The name of the study of a problem."""
@@ -100,8 +108,13 @@ class Plan:
 
 
 def longest_first(problems: Sequence[Problem]) -> list[Problem]:
-    """The order in which several GPUs take problems, so that they end at about the same time."""
-    return sorted(problems, key=expected_seconds, reverse=True)
+    """The order in which several GPUs take problems, so that they end at about the same time:
+    forwards, which take less, behind all others."""
+
+    def order(problem: Problem) -> tuple[bool, float]:
+        return problem.operation in FORWARDS, -expected_seconds(problem)
+
+    return sorted(problems, key=order)
 
 
 def expected_seconds(problem: Problem) -> float:

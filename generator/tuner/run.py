@@ -40,13 +40,10 @@ class Outcome:
 
 
 def check_problems(plan: Plan, status: Status) -> None:
-    """Raise NormforgeError, before anything is searched, for a problem that no config serves,
-    or no forward where the package needs one."""
-    for done, problem in enumerate(plan.problems, 1):
-        plan.space.sample(problem, plan.target, random.Random(0))
-        if plan.operation.forward:
-            plan.forwards(problem, plan.target)
-        status.phase("planning", done, len(plan.problems))
+    """Raise NormforgeError, before anything is searched, for a problem that no config serves."""
+    for done, problem in enumerate(plan.searched, 1):
+        plan.space_of(problem).sample(problem, plan.target, random.Random(0))
+        status.phase("planning", done, len(plan.searched))
 
 
 def tune(plan: Plan, measurer: MeasuredEvaluator | DevicePool | None, status: Status) -> Outcome:
@@ -88,12 +85,10 @@ def tune(plan: Plan, measurer: MeasuredEvaluator | DevicePool | None, status: St
             queue.close()
         winners = [(p, tasks.winners[p]) for p in plan.problems if p in tasks.winners]
         found = [winner for _, winner in winners if winner is not None]
-        if measurer is not None and not interrupted:
-            # The forwards have processes of their own, which would take these for a neighbour.
-            measurer.close()
-        emission = emit(plan, found, storage, pool, status, stop) if found else None
+        every = [winner for winner in map(tasks.winners.get, plan.searched) if winner is not None]
+        emission = emit(plan, every, storage, pool, status, stop) if found else None
         if stop.at_once:  # it came too late to stop anything
             raise KeyboardInterrupt
-    interrupted = interrupted or stop.signal is not None  # it may end while forwards are chosen
+    interrupted = interrupted or stop.signal is not None  # it may end while kernels are compiled
     unchanged = sum(winner in before for winner in found)
     return Outcome(tuple(winners), emission, interrupted, tasks.failures, unchanged)

@@ -32,10 +32,11 @@ class TaskList:
     study answers at once. So all runs have the same winners."""
 
     def __init__(self, plan: Plan, queue: Queue) -> None:
-        self._queue, self._space = queue, plan.space
+        self._queue = queue
         alone = plan.parallel_searches == 1 and not plan.shared
-        order = plan.problems if alone else longest_first(plan.problems)
-        self._index = {problem: index for index, problem in enumerate(plan.problems)}
+        order = plan.searched if alone else longest_first(plan.searched)
+        self._spaces = {problem: plan.space_of(problem).digest(problem) for problem in order}
+        self._index = {problem: index for index, problem in enumerate(plan.searched)}
         self._problems = {plan.study(problem): problem for problem in order}
         self._open = list(self._problems)  # neither concluded nor under way here
         self._tasks: set[Task] = set()
@@ -57,7 +58,7 @@ class TaskList:
             return None
         self._open.remove(lease.study)
         problem = self._problems[lease.study]
-        task = Task(self._index[problem], problem, lease, self._space.digest(problem))
+        task = Task(self._index[problem], problem, lease, self._spaces[problem])
         self._tasks.add(task)
         return task
 

@@ -13,7 +13,7 @@ from optuna.storages import BaseStorage
 from generator.errors import NormforgeError, ProblemError
 from generator.evaluate.evaluator import Evaluator, Pool
 from generator.kernels.nvrtc import nvrtc_version
-from generator.package.known_winners import known_winners
+from generator.package.known_winners import known_forwards, known_winners
 from generator.paths import GENERATED
 from generator.search.budget import Progress
 from generator.search.search import search_problem
@@ -65,6 +65,7 @@ class TaskRunner:
         self.known_winners = [
             winner for package in (*others, plan.package) for winner in known_winners(package)
         ]
+        self.known_winners += known_forwards(plan.package)
         self.machine = {
             "gpu": facts.get("name", f"{plan.target.name} (absent)"),
             "driver": facts.get("driver"),
@@ -76,18 +77,18 @@ class TaskRunner:
     def search(self, task: Task, on_progress: Callable[[Progress], None]) -> Winner | None:
         """The winner of a claimed problem. Raises LeaseLostError when the claim is void by now,
         ProblemError when there was no time for a trial, and what `search_problem` raises."""
-        plan = self.plan
-        if plan.space.digest(task.problem) != task.space:
-            raise NormforgeError(f"{plan.space_file} was changed meanwhile: start the run again")
+        plan, space = self.plan, self.plan.space_of(task.problem)
+        if space.digest(task.problem) != task.space:
+            raise NormforgeError(f"{space.path} was changed meanwhile: start the run again")
         if isinstance(self.storage, SharedStorage):
             self.storage.lease = task.lease
         try:
             winner = search_problem(
-                LegalConfigs(plan.space, task.problem, plan.target),
+                LegalConfigs(space, task.problem, plan.target),
                 self.pool,
                 self.evaluator,
                 self.storage,
-                plan.budget,
+                plan.budget(task.problem),
                 seed=plan.seed,
                 known_winners=self.known_winners,
                 machine=self.machine,

@@ -223,7 +223,7 @@ def test_shape_without_an_answer_is_said_in_every_output(
     code, stdout, stderr = rerun(*arguments, "--out", str(tmp_path / "out"))
     why = "its time was over before the first trial: give more --seconds"
     assert code == 1
-    assert f"[1/1] 64x768:bf16: no answer: {why}" in stderr
+    assert f"[1/2] 64x768:bf16: no answer: {why}" in stderr
     assert f"64x768:bf16 has no answer from this run: {why}" in stderr
     assert json.loads(stdout)["failures"] == {"64x768:bf16": why}
 

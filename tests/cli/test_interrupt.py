@@ -122,17 +122,16 @@ def test_ctrl_c_is_answered_in_every_phase_and_the_run_can_be_continued(tmp_path
 
 @pytest.mark.slow
 def test_sigterm_writes_the_winners_at_once_and_leaves_the_forwards(tmp_path: Path) -> None:
-    """Choosing forwards takes minutes for many shapes, and batch systems soon send SIGKILL."""
+    """They are searched behind all shapes, and batch systems soon send SIGKILL."""
     out = tmp_path / "gb200"
     line = [sys.executable, "tune.py", "--gpu", "gb200", "--shapes", "512x256:bf16,512x512:bf16"]
     line += ["--trials", "3", "--out", str(out)]
     with subprocess.Popen(line, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True) as run:
         assert run.stderr is not None
-        next(said for said in run.stderr if said.startswith("[1/2]"))
+        next(said for said in run.stderr if said.startswith("[1/4]"))
         run.terminate()
         said = run.stderr.read()
     assert run.returncode == 1, said
-    assert "forward kernels still to be chosen: 1" in said
     package = out / PACKAGE_NAME
     assert [entry.N for entry in Table.load(package).tuned] == [256]
     assert ForwardTable.load(package).tuned == ()

@@ -14,8 +14,8 @@ from generator.emulate.forward import run_forward
 from generator.emulate.run import Layout, Schedule
 from generator.kernels.forward import (
     ANY_COLUMNS,
-    render_forward,
 )
+from generator.kernels.render import render_forward
 from generator.problem import Problem
 from generator.space.forward_space import fallback_forwards
 from tests.support.forward import drawn, of_kind, output_fault

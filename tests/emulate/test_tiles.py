@@ -12,7 +12,8 @@ from generator.emulate import forward as emulated
 from generator.emulate.build import find_compiler
 from generator.emulate.forward import run_forward
 from generator.emulate.run import Schedule
-from generator.kernels.forward import TILE_FORMS, ForwardVariant, render_forward
+from generator.kernels.forward import TILE_FORMS, ForwardVariant
+from generator.kernels.render import render_forward
 from generator.operations.rmsnorm_forward import EPS, ForwardInputs
 from generator.problem import Problem
 from generator.space.forward_space import tile_forwards

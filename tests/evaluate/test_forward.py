@@ -1,5 +1,5 @@
-"""Forwards on a GPU that does not exist: the worker that measures backwards measures them, and what
-goes wrong with one costs no other."""
+"""Forwards on a GPU that does not exist: they are searched as backwards are, and what goes wrong
+with one costs no other."""
 
 from __future__ import annotations
 
@@ -10,35 +10,37 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from optuna.storages import InMemoryStorage
 
 from generator.errors import NormforgeError
 from generator.evaluate.gpu.evaluator import MeasuredEvaluator
-from generator.evaluate.gpu.forward import FINALISTS, measure_forwards
 from generator.evaluate.gpu.supervisor import Supervisor
-from generator.kernels.forward import ForwardVariant
-from generator.kernels.nvrtc import Compiled
-from generator.operations import RMSNORM_FORWARD
+from generator.kernels.variant import kernel_of
 from generator.problem import Problem
-from generator.result import Result
-from generator.space.forward_space import forward_variants
-from generator.tuner import forward as forward_tune
-from generator.tuner.forward import tune_forwards
+from generator.search.budget import FINALISTS, FORWARD_TRIALS, Budget
+from generator.search.search import search_problem
+from generator.space.legal_configs import LegalConfigs
+from generator.space.load import load_space, space_file
+from generator.studies.records import Record, Winner
+from generator.studies.study_log import StudyLog
 from tests.support.fake_gpu import FakeGpu, ForwardLandscape, Log, Weather
 from tests.support.fake_run import forks
-from tests.support.forward import H200
+from tests.support.forward import H200, InstantPool
 
-PROBLEM = Problem.parse("4096x1024:bf16")
+PROBLEM = Problem.parse("rmsnorm_forward:4096x1024:bf16")
 WITH_RESIDUAL = replace(PROBLEM, residual="bf16")
-VARIANTS = list({v.id: v for v in forward_variants(PROBLEM, H200)}.values())[:12]
-RATIOS = [1.30, 1.12, 1.11, 1.05, 1.20, 1.25, 1.40, 1.45, 1.15, 1.50, 1.22, 1.35]
-FASTEST = sorted(range(12), key=RATIOS.__getitem__)
-
-
-def compiled() -> Compiled:
-    return Compiled(H200.arch, "", b"cubin", {}, "0", False, "")
-
-
-ENTRIES: list[tuple[ForwardVariant, Compiled]] = [(variant, compiled()) for variant in VARIANTS]
+BUDGET = Budget(FORWARD_TRIALS["measured"])
+KEPT = {"threads_per_row": (64, 128), "rows_per_cta": (1, 2, 4), "ctas_per_sm": (0,)}
+"""Values of some knobs that leave a handful of forwards."""
+WHOLE = load_space(space_file(PROBLEM.operation))
+SPACE = replace(
+    WHOLE, knobs=tuple(replace(k, values=KEPT.get(k.name, k.values)) for k in WHOLE.knobs)
+)
+LEGAL = LegalConfigs(SPACE, PROBLEM, H200)
+CONFIGS = LEGAL.first(100)
+VARIANTS = [kernel_of(config, PROBLEM) for config in CONFIGS]
+RATIOS = [1.05 + 0.03 * ((7 * place) % len(VARIANTS)) for place in range(len(VARIANTS))]
+FASTEST = sorted(range(len(VARIANTS)), key=RATIOS.__getitem__)
 
 
 def landscape(
@@ -59,36 +61,54 @@ def evaluator(gpu: FakeGpu, seconds: float = 20.0) -> Iterator[MeasuredEvaluator
     supervisor = Supervisor(
         0, seconds, open_handler=gpu, method="forkserver", sleep=lambda seconds: None
     )
-    with MeasuredEvaluator(H200, supervisor, RMSNORM_FORWARD) as found:
+    with MeasuredEvaluator(H200, supervisor) as found:
         yield found
 
 
-def measured(tmp_path: Path, planted: ForwardLandscape, **options: Any) -> list[Result]:
-    gpu = FakeGpu(Log(tmp_path / "log"), planted, Weather(**options))
-    with evaluator(gpu, 2.0) as measuring:
-        return measure_forwards(measuring, PROBLEM, ENTRIES)
+class Searched:
+    """A search of the forwards above on the fake GPU."""
+
+    def __init__(self, tmp_path: Path, planted: ForwardLandscape, **options: Any) -> None:
+        self.log, self.storage = Log(tmp_path / "log"), InMemoryStorage()
+        self.gpu = FakeGpu(self.log, planted, Weather(**{"jitter": 0.0005, **options}))
+        self.winner = self.again()
+
+    def again(self) -> Winner | None:
+        with evaluator(self.gpu, 2.0) as measuring:
+            return search_problem(LEGAL, InstantPool(), measuring, self.storage, BUDGET)
+
+    @property
+    def records(self) -> dict[str, Record]:
+        (study,) = self.storage.get_all_studies()
+        trials = StudyLog(self.storage, study.study_name).trials()
+        return {record.variant: record for record in map(Record.from_trial, trials)}
+
+    def jobs(self, problem: Problem) -> list[str]:
+        begun = [entry for entry in self.log.read() if entry.get("event") == "begin"]
+        return [job["kind"] for job in begun if job["problem"] == str(problem)]
 
 
-def timed(results: list[Result]) -> list[int]:
-    return [place for place, result in enumerate(results) if result.may_win]
-
-
-def test_all_are_checked_and_the_fastest_timed_side_by_side(tmp_path: Path) -> None:
-    results = measured(tmp_path, landscape())
-    assert timed(results) == sorted(FASTEST[:FINALISTS])
-    assert {result.outcome for result in results} == {"ok"}
-    assert len({result.floor_us for result in results if result.may_win}) == 1, "one block"
-    for place in timed(results):
-        assert results[place].ratio == pytest.approx(RATIOS[place], rel=0.01)
-        assert results[place].determinism == "verified"
-        assert results[place].extra["floor_bytes"] == 2 * 4096 * 1024 * 2
-        assert results[place].extra["condition"] == "rotation"
-    jobs = [e for e in Log(tmp_path / "log").read() if e.get("event") == "begin"]
-    assert {job["operation"] for job in jobs} == {"rmsnorm_forward"}
-    for shape in (PROBLEM, WITH_RESIDUAL):
-        kinds = [job["kind"] for job in jobs if job["problem"] == str(shape)]
-        assert (kinds.count("accuracy"), kinds.count("determinism")) == (12, FINALISTS)
-    assert "digest" not in {job["kind"] for job in jobs}, "nothing is summed over rows"
+def test_all_are_tried_and_the_fastest_wins_and_its_study_answers_the_next_time(
+    tmp_path: Path,
+) -> None:
+    searched = Searched(tmp_path, landscape())
+    assert searched.winner is not None
+    assert searched.winner.variant == VARIANTS[FASTEST[0]].id
+    assert searched.winner.study == f"{PROBLEM}@h200-132sm:measured"
+    assert searched.winner.trials == len(VARIANTS) > FINALISTS
+    assert searched.winner.result.ratio == pytest.approx(RATIOS[FASTEST[0]], rel=0.01)
+    assert searched.winner.result.extra["condition"] == "rotation"
+    assert searched.winner.result.extra["floor_bytes"] == 2 * 4096 * 1024 * 2
+    assert searched.winner.result.checks[-1] == "residual"
+    assert searched.records.keys() == {variant.id for variant in VARIANTS}
+    assert {record.result.outcome for record in searched.records.values()} <= {"ok", "slow"}
+    kinds = searched.jobs(PROBLEM)
+    assert (kinds.count("evaluate"), kinds.count("determinism")) == (len(VARIANTS), FINALISTS)
+    assert searched.jobs(WITH_RESIDUAL).count("determinism") == FINALISTS
+    assert "digest" not in kinds, "nothing is summed over rows"
+    before = searched.log.read()
+    assert searched.again() == searched.winner
+    assert [e for e in searched.log.read()[len(before) :] if e.get("event")] == []
 
 
 @pytest.mark.parametrize(
@@ -109,44 +129,21 @@ def test_one_that_fails_a_check_does_not_win_and_costs_no_other(
     place = FASTEST[0]
     faults = {} if calls == "with a residual" else {place: fault}
     residual = {} if calls == "all" else {place: "" if calls == "without" else fault}
-    results = measured(tmp_path, landscape(faults, residual))
-    bad = results.pop(FASTEST[0])
-    assert (bad.outcome, bad.may_win) == (outcome, False)
-    assert bad.note
-    assert {result.outcome for result in results} == {"ok"}
-    assert sum(result.may_win for result in results) in (FINALISTS, FINALISTS - 1)
+    searched = Searched(tmp_path, landscape(faults, residual))
+    assert searched.winner is not None
+    assert searched.winner.variant == VARIANTS[FASTEST[1]].id
+    found = searched.records.pop(VARIANTS[place].id)
+    assert found.result.outcome == ("ok" if calls == "with a residual" else outcome)
+    left = {name: record for name, record in searched.records.items() if name != found.variant}
+    assert {record.result.outcome for record in left.values()} <= {"ok", "slow"}
 
 
 def test_one_that_breaks_the_worker_beside_others_drops_out_of_the_finals(tmp_path: Path) -> None:
-    results = measured(tmp_path, landscape({FASTEST[0]: "late_sticky"}))
-    # The block of all was lost, so that the first of the rule went on, and it among them.
-    assert results[FASTEST[0]].outcome == "crashed"
-    assert timed(results) == [place for place in range(FINALISTS) if place != FASTEST[0]]
+    searched = Searched(tmp_path, landscape({FASTEST[0]: "late_sticky"}))
+    assert searched.winner is not None
+    assert searched.winner.variant == VARIANTS[FASTEST[1]].id
 
 
 def test_a_gpu_that_stays_noisy_gives_no_times(tmp_path: Path) -> None:
     with pytest.raises(NormforgeError, match="no clean numbers"):
-        measured(tmp_path, landscape(), jitter=0.3)
-
-
-@pytest.mark.slow
-def test_the_choice_of_a_run_is_the_first_of_the_rule_within_one_percent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ratios = {v.id: r for v, r in zip(VARIANTS, [1.30, 1.055, 1.05, 1.2, *RATIOS[4:]], strict=True)}
-    gpu = FakeGpu(Log(), ForwardLandscape(ratios), Weather(jitter=0.0005))
-
-    def open_gpu(device: int, target: object) -> MeasuredEvaluator:
-        forks()
-        supervisor = Supervisor(device, open_handler=gpu, method="forkserver")
-        return MeasuredEvaluator(H200, supervisor, RMSNORM_FORWARD)
-
-    monkeypatch.setattr(forward_tune, "open_gpu", open_gpu)
-    shapes = [PROBLEM, Problem.parse("512x1024:bf16+offset")]
-    forwards = tune_forwards(shapes, H200, (0, 1), processes=2, choices=lambda p, t: VARIANTS)
-    assert [entry.problem.M for entry in forwards.tuned] == [4096, 512]
-    for entry in forwards.tuned:
-        assert (entry.evidence, entry.variant) == ("measured", VARIANTS[1])
-        assert entry.provenance["ratio"] == pytest.approx(1.055, abs=0.01)
-        assert len(entry.provenance["tie"]) == 2
-        assert (entry.provenance["candidates"], entry.provenance["faults"]) == (12, 0)
+        Searched(tmp_path, landscape(), jitter=0.3)

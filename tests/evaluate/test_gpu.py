@@ -26,12 +26,11 @@ from generator.evaluate.verify.bench import Bench
 from generator.evaluate.verify.determinism import check_call_options, check_repeats, digest
 from generator.evaluate.verify.guarded import Guarded
 from generator.kernels.cubin_cache import compile_variant
-from generator.kernels.forward import render_forward
 from generator.kernels.nvrtc import Compiled, compile_source
-from generator.kernels.render import render
+from generator.kernels.render import render, render_forward
 from generator.kernels.resource_gate import refuse
 from generator.kernels.variant import Variant
-from generator.operations import RMSNORM_BACKWARD, RMSNORM_FORWARD
+from generator.operations import RMSNORM_BACKWARD
 from generator.operations.rmsnorm_backward import make_inputs, make_reference
 from generator.operations.rows import RowRunner
 from generator.package.emit import emit_package
@@ -306,7 +305,7 @@ def test_planted_bug_is_caught_as_wrong(
 def test_forward_is_accurate_and_one_that_writes_to_another_row_is_caught(
     here: Target, device: torch.device, residual: str
 ) -> None:
-    work = Workload(Problem.parse(f"777x1024:bf16{residual}"), device, RMSNORM_FORWARD)
+    work = Workload(Problem.parse(f"777x1024:bf16{residual}", "rmsnorm_forward"), device)
     v = of_kind("777x1024:bf16", here)
     source = render_forward(v)
     row = "store_rstd(rows.rstd + row, rstd)"

@@ -16,9 +16,8 @@ from generator.cli.main import make_parser
 from generator.package.emit import emit_package
 from generator.paths import REPOSITORY
 from generator.target import find_target
-from generator.tuner.forward import tune_forwards
 from tests.support.patience import patience
-from tests.support.samples import compiled_fallbacks
+from tests.support.samples import compiled_fallbacks, compiled_forwards
 
 EXAMPLES = REPOSITORY / "examples"
 PACKAGE = "generated.h200.rmsnorm_backward"
@@ -132,7 +131,7 @@ def done(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     environment["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
     if on_gpu:
         here = request.getfixturevalue("here")
-        made = compiled_fallbacks(here), here, package, tune_forwards([], here)
+        made = compiled_fallbacks(here), here, package, compiled_forwards(here)
         emit_package([], *made, standalone=True)
     else:
         emit_package([], [], find_target("h200"), package, standalone=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import lzma
 import shutil
@@ -22,6 +23,7 @@ from generator.kernels.render import without_comments
 from generator.kernels.strategies import STRATEGIES
 from generator.kernels.variant import Variant, make_variant
 from generator.paths import GENERATED, TEMPLATES
+from generator.problem import FORWARDS as FORWARDS_OF
 from generator.problem import Problem
 from generator.search.search import Budget, search_problem
 from generator.space.forward_space import forward_variants
@@ -29,7 +31,6 @@ from generator.space.load import load_space
 from generator.studies.records import Record, study_name, without_space
 from generator.studies.study_log import StudyLog
 from generator.target import find_target
-from generator.tuner.forward import space_code
 from normforge.table import ForwardTable
 from tests.support.synthetic import LEGAL, PROBLEM, TARGET, FakeEvaluator, FakePool
 
@@ -188,14 +189,21 @@ def test_committed_studies_are_of_todays_code(
             assert code_digest(variant, TARGET.arch) == entry["user_attrs"]["code"]
 
 
+@pytest.mark.parametrize("forward", FORWARDS_OF)
 @pytest.mark.parametrize(("gpu", "nvrtc"), [("h200", "13.0"), ("h100", "13.0"), ("gb200", "13.5")])
 def test_committed_forwards_are_of_todays_code(
-    gpu: str, nvrtc: str, monkeypatch: pytest.MonkeyPatch
+    gpu: str, nvrtc: str, forward: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Each states the code of all that it was chosen from, in the order of the rule."""
     monkeypatch.setattr(module, "nvrtc_version", lambda: nvrtc)
     monkeypatch.setattr(module, "_digests", {})
-    table = ForwardTable.load(GENERATED / gpu / "rmsnorm_backward")
+    table = ForwardTable.load(GENERATED / gpu / FORWARDS_OF[forward])
     assert table is not None
     for entry in table.tuned:
-        problem = Problem(entry.M, entry.N, entry.dtype, entry.weight_dtype)
-        assert entry.provenance["code"] == space_code(problem, find_target(gpu))
+        shape = (entry.M, entry.N, entry.dtype, entry.weight_dtype)
+        problem = Problem(*shape, operation=forward)
+        target = find_target(gpu)
+        codes = (code_digest(v, target.arch) for v in forward_variants(problem, target))
+        assert (
+            entry.provenance["code"] == hashlib.sha256("\n".join(codes).encode()).hexdigest()[:16]
+        )

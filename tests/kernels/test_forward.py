@@ -7,12 +7,10 @@ from dataclasses import replace
 import pytest
 
 from generator.kernels.cubin_cache import compile_variant
-from generator.kernels.forward import (
-    ForwardVariant,
-    forward_fault,
-)
+from generator.kernels.forward import ForwardVariant
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.ptxas import Resources
+from generator.kernels.resource_gate import forward_fault, refuse
 from generator.problem import Problem
 from generator.space.forward_space import fallback_forwards, forward_variants
 from generator.target import load_targets
@@ -37,7 +35,9 @@ def test_a_kernel_that_spills_does_not_compile_or_does_not_fit_is_refused() -> N
     assert "spills" in forward_fault(greedy, compile_variant(greedy, H200.arch), H200)
     fine = of_kind("4096x4096:bf16")
     broken = Compiled(H200.arch, "", b"", {}, "13", False, "", "error: no")
-    assert "does not compile" in forward_fault(fine, broken, H200)
+    refused = refuse(fine, broken, Problem.parse("4096x4096:bf16"), H200)
+    assert refused is not None
+    assert (refused.outcome, refused.note) == ("compile_error", "error: no")
     large = dict.fromkeys(FORWARD_KERNELS, Resources(255, 0, 0, 0))
     wide = replace(fine, threads_per_row=1024)
     compiled = Compiled(H200.arch, "", b"x", large, "13", False, "")

@@ -31,7 +31,7 @@ from generator.operations import rmsnorm_forward as forward_module
 from generator.operations.operation import TORCH_DTYPE, over_bytes
 from generator.operations.rmsnorm_forward import ForwardInputs
 from generator.paths import template_named
-from generator.problem import ITEMSIZE, Problem, sums_of
+from generator.problem import FORWARDS, ITEMSIZE, Problem, sums_of
 from normforge import operations as library
 from normforge.launch.forward_call import _ARGUMENTS
 from normforge.operations.gated_rmsnorm_backward import gated_rmsnorm
@@ -127,6 +127,10 @@ def bench_of(operation: Operation, problem: Problem, compute: Any) -> Bench:
 def test_an_operation_has_its_template_and_its_name(name: str) -> None:
     operation = OPERATIONS[name]
     assert operation.name == name
+    if name in FORWARDS:
+        assert FORWARDS[name] in OPERATIONS
+        assert OPERATIONS[FORWARDS[name]].forward == name
+        name = RMSNORM_FORWARD.name
     source = template_named(f"{name}.cu.j2").read_text()
     if operation.signature is not None:
         source = render(sample_variant(Problem.parse("4096x1024:bf16", name), H200))

@@ -12,11 +12,11 @@ from generator.operations.rmsnorm_forward import ForwardInputs
 from generator.package.emit import emit_package
 from generator.problem import Problem
 from generator.target import Target
-from generator.tuner.forward import tune_forwards
 from normforge.serve.forward import Forward, reference_forward
 from normforge.serve.kernels import source_of
 from tests.support.entry_points import write_package
 from tests.support.forward import EPS, drawn, output_fault
+from tests.support.samples import compiled_forwards
 
 TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -25,11 +25,9 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def ours(here: Target, tmp_path_factory: pytest.TempPathFactory) -> Forward:
-    """The forward of a package with the fallback kernels and two measured shapes."""
+    """The forward of a package with the fallback kernels and those of two shapes."""
     folder = tmp_path_factory.mktemp("gpu") / "rmsnorm_backward"
-    shapes = [Problem.parse("4096x256:bf16"), Problem.parse("1024x4096:bf16")]
-    forwards = tune_forwards(shapes, here, (0,), processes=2)
-    assert [entry.evidence for entry in forwards.tuned] == ["measured", "measured"]
+    forwards = compiled_forwards(here, "4096x256:bf16", "1024x4096:bf16")
     emit_package([], [], here, folder, forwards)
     return Forward(source_of(folder, "rmsnorm_backward"))
 

@@ -12,11 +12,10 @@ from generator.operations.rmsnorm_backward import make_inputs
 from generator.package.emit import emit_package
 from generator.problem import Problem
 from generator.target import Target
-from generator.tuner.forward import tune_forwards
 from normforge.api import Package
 from tests.support.entry_points import INSTALL, MODULE, Training, equal_bits, norm_of
 from tests.support.native import in_threads, installed_natively
-from tests.support.samples import compiled_fallbacks, planted_entry
+from tests.support.samples import compiled_fallbacks, compiled_forwards, planted_entry
 
 TUNED = (
     *(
@@ -104,8 +103,7 @@ def test_gpu_native_launches_give_the_bits_of_python(pair: Pair, shape: str) -> 
 def forwards(here: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A package of forward kernels: one tuned shape, and the fallback kernels."""
     folder = tmp_path_factory.mktemp("native_forward") / "rmsnorm_backward"
-    tuned = tune_forwards([Problem.parse("4096x256:bf16")], here, (0,), processes=2)
-    emit_package([], [], here, folder, tuned)
+    emit_package([], [], here, folder, compiled_forwards(here, "4096x256:bf16"))
     return folder
 
 

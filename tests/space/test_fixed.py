@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
-from itertools import islice
+from dataclasses import replace
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,15 @@ import yaml
 
 from generator.errors import NormforgeError
 from generator.problem import Problem
-from generator.space.forward_space import forward_variants, forwards_with
+from generator.space.forward_space import forward_variants
 from generator.space.legal_configs import LegalConfigs
 from generator.space.load import load_space, space_file
 from generator.space.space import Space
 from generator.target import find_target
 
 OPERATION = "rmsnorm_invariant_backward"
-INVARIANT = load_space(space_file(OPERATION))
+FORWARD = "rmsnorm_invariant_forward"
+INVARIANT, FORWARDS = (load_space(space_file(name)) for name in (OPERATION, FORWARD))
 CONTENT = yaml.safe_load(space_file(OPERATION).read_text())
 H200 = find_target("h200")
 PROBLEM = Problem.parse("16384x4096:bf16", OPERATION)
@@ -30,7 +32,7 @@ FIXED = {
     **{"rows_per_cta": 2, "run_rows": 32, "group_rows": 128},
 }
 """The knobs that are fixed for 4096 columns of bf16."""
-ENTRY = {"N": [4096], "dtype": ["bf16"], "knobs": {"cluster": 1}, "forward": {"cluster": 1}}
+ENTRY = {"N": [4096], "dtype": ["bf16"], "knobs": {"cluster": 1}}
 
 
 @pytest.fixture
@@ -52,9 +54,9 @@ def write(tmp_path: Path) -> Callable[[Any], Path]:
     ("fixed", "says"),
     [
         ({"N": [64]}, "'fixed' is a list"),
-        (["N"], "an entry has exactly N, dtype, knobs and forward, got 'N'"),
-        ([{"N": [4096], "dtype": ["bf16"], "knobs": {}}], "an entry has exactly N, dtype, knobs"),
-        ([{**ENTRY, "M": [1]}], "an entry has exactly N, dtype, knobs and forward"),
+        (["N"], "an entry has exactly N, dtype and knobs, got 'N'"),
+        ([{"N": [4096], "dtype": ["bf16"]}], "an entry has exactly N, dtype and knobs"),
+        ([{**ENTRY, "forward": {"cluster": 1}}], "an entry has exactly N, dtype and knobs"),
         ([{**ENTRY, "knobs": {"colour": 1}}], "{'colour': 1} has other knobs or values"),
         ([{**ENTRY, "knobs": {"run_rows": 3}}], "{'run_rows': 3} has other knobs or values"),
         ([{**ENTRY, "knobs": {"cluster": "one"}}], "has other knobs or values than this space"),
@@ -64,10 +66,6 @@ def write(tmp_path: Path) -> Callable[[Any], Path]:
         ([{**ENTRY, "N": ["4096"]}], "N has integers and dtype some of bf16, fp16, fp32"),
         ([{**ENTRY, "N": [[4096]]}], "N has integers and dtype some of bf16, fp16, fp32"),
         ([{**ENTRY, "dtype": ["fp8"]}], "N has integers and dtype some of bf16, fp16, fp32"),
-        ([{**ENTRY, "forward": {"stages": 2}}], "'forward' has integers for some of"),
-        ([{**ENTRY, "forward": ["cluster"]}], "'forward' has integers for some of"),
-        ([{**ENTRY, "forward": {"cluster": "1"}}], "cluster, threads_per_row, vector_bytes, got"),
-        ([{**ENTRY, "forward": {"cluster": True}}], "'forward' has integers for some of"),
         ([ENTRY, ENTRY], "'fixed' has 4096 columns of bf16 twice"),
         ([{**ENTRY, "N": [64, 4096, 64]}], "'fixed' has 64 columns of bf16 twice"),
         ([ENTRY, {**ENTRY, "dtype": ["fp16", "bf16"]}], "'fixed' has 4096 columns of bf16 twice"),
@@ -101,7 +99,6 @@ def test_hash_tells_what_is_fixed_for_a_problem_and_nothing_else(
     assert load_space(write([])).digest(problem) != own
     changes: list[tuple[int, str, Any, bool]] = [
         (0, "N", [64, 96], True),
-        (0, "forward", {**entries[0]["forward"], "threads_per_row": 4}, True),
         (1, "knobs", {**entries[1]["knobs"], "run_rows": 64}, True),
         (0, "knobs", {**entries[0]["knobs"], "run_rows": 8}, False),
     ]
@@ -117,12 +114,12 @@ def test_hash_tells_what_is_fixed_for_a_problem_and_nothing_else(
 def test_only_the_width_and_the_dtype_of_x_say_what_is_fixed() -> None:
     for shape in ("64x4096:bf16", "65536x4096:bf16:fp32", "512x4096:fp16+offset+residual"):
         assert INVARIANT.fixed_for(Problem.parse(shape, OPERATION)) == FIXED
-    wide = INVARIANT.fixed_forward_for(Problem.parse("64x4096:fp32", OPERATION))
+    wide = FORWARDS.fixed_for(Problem.parse("64x4096:fp32", FORWARD))
     assert wide == {"cluster": 1, "threads_per_row": 128, "vector_bytes": 16}
 
 
 def test_space_without_fixed_knobs_fixes_nothing(space: Space) -> None:
-    assert space.fixed_for(PROBLEM) == space.fixed_forward_for(PROBLEM) == {}
+    assert space.fixed_for(PROBLEM) == {}
 
 
 @pytest.mark.parametrize("shape", ["4096x96:bf16", "4096x64:fp32", "4096x4097:fp16"])
@@ -131,7 +128,7 @@ def test_width_that_is_not_listed_is_refused_with_the_way_out(shape: str) -> Non
     rng = random.Random(0)
     legal = LegalConfigs(INVARIANT, problem, H200)
     uses: list[Callable[[], Any]] = [
-        lambda: INVARIANT.fixed_forward_for(problem),
+        lambda: INVARIANT.fixed_for(problem),
         lambda: INVARIANT.normalize({}, problem, H200),
         lambda: next(INVARIANT.legal(problem, H200)),
         lambda: INVARIANT.sample(problem, H200, rng),
@@ -187,31 +184,28 @@ def test_config_with_another_value_is_rejected_by_name(knob: str, value: int) ->
 
 
 def test_forwards_are_those_that_have_what_is_fixed() -> None:
-    problem = Problem.parse("16384x8192:bf16", OPERATION)
-    every = forward_variants(problem, H200)
-    assert forwards_with({}, problem, H200) == every
-    fields = INVARIANT.fixed_forward_for(problem)
-    assert fields == {"cluster": 1, "threads_per_row": 256, "vector_bytes": 16}
-    found = forwards_with(fields, problem, H200)
+    problem = Problem.parse("16384x8192:bf16", FORWARD)
+    every = forward_variants(replace(problem, operation="rmsnorm_forward"), H200)
+    assert FORWARDS.fixed_for(problem) == {"cluster": 1, "threads_per_row": 256, "vector_bytes": 16}
+    found = forward_variants(problem, H200)
     assert found == [
         v
         for v in every
         if (v.form, v.cluster, v.threads_per_row, v.vector_bytes) == ("registers", 1, 256, 16)
     ]
     assert 1 < len(found) < len(every)
-    with pytest.raises(NormforgeError, match=r"no forward for h200 has .*'threads_per_row': 7"):
-        forwards_with({**fields, "threads_per_row": 7}, problem, H200)
     # One that reads rows twice adds in another order.
     assert any(v.form == "twice" and v.threads_per_row == 256 for v in every)
 
 
 def test_every_width_that_is_fixed_has_kernels_of_both_directions() -> None:
-    for entry in INVARIANT.fixed:
-        for N in entry.widths:
-            for dtype in entry.dtypes:
-                problem = Problem(16384, N, dtype, dtype, operation=OPERATION)
-                assert next(INVARIANT.legal(problem, H200), None), problem
-                assert forwards_with(dict(entry.forward), problem, H200), problem
+    kinds = [[(e.widths, e.dtypes) for e in space.fixed] for space in (INVARIANT, FORWARDS)]
+    assert kinds[0] == kinds[1]
+    for space, operation in ((INVARIANT, OPERATION), (FORWARDS, FORWARD)):
+        for widths, dtypes in kinds[0]:
+            for N, dtype in product(widths, dtypes):
+                problem = Problem(16384, N, dtype, dtype, operation=operation)
+                assert next(space.legal(problem, H200), None), problem
 
 
 def test_gpu_that_cannot_have_what_is_fixed_is_refused_by_name(

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 
-from generator.kernels.forward import (
-    render_forward,
-)
+from generator.kernels.render import render_forward
 from generator.problem import Problem
-from generator.space.forward_space import MOST_VECTORS, forward_variants
-from generator.target import Target
+from generator.space.forward_space import forward_variants
+from generator.target import Target, find_target
 from tests.support.forward import H200, of_kind
-from tests.support.samples import problems, targets
+from tests.support.listed_forwards import listed
+from tests.support.samples import WIDTHS, problems, targets
 
 
 @settings(max_examples=80)
@@ -31,7 +31,20 @@ def test_every_shape_has_variants_that_cover_its_rows(problem: Problem, target: 
         assert v.cluster == 1 or (target.has_bulk_copy and v.rows_per_cta == 1)
         if v.form == "registers":
             assert v.vectors * v.threads_per_row * v.elements >= v.columns
-            assert v.vectors * v.rows_in_flight <= MOST_VECTORS
+            assert v.vectors * v.rows_in_flight <= 8
+
+
+@pytest.mark.parametrize("gpu", ["a100", "h200", "gb200"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_the_space_allows_the_forwards_that_loops_list(gpu: str, dtype: str) -> None:
+    target = find_target(gpu)
+    few = [*range(1, 34), 40, 48, 72, 96, 104, 120, 136, 144, 160, 192, 320, 640]
+    for N in (*few, 1280, 1792, 2560, 3584, 7168, 10240, 13824, 18432, 53248, 131072, *WIDTHS):
+        problem = Problem(4096, N, dtype, dtype)
+        found = forward_variants(problem, target)
+        wanted = set(listed(problem, target))
+        assert set(found) == wanted, N
+        assert len(found) == len(wanted), "one is there twice"
 
 
 def test_variants_differ_in_id_exactly_when_their_sources_differ() -> None:

@@ -440,7 +440,8 @@ def test_trial_is_stored_as_optuna_itself_stores_it(url: str, server: Server) ->
 
 
 def plan_budget(trials: int) -> Any:
-    return make_plan(Path(), trials).budget
+    plan = make_plan(Path(), trials)
+    return plan.budget(plan.problems[0])
 
 
 def test_trial_whose_commit_was_not_confirmed_is_not_stored_twice(url: str) -> None:

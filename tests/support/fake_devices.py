@@ -111,9 +111,17 @@ def lines(folder: Path) -> list[list[str]]:
     return [line.split() for path in folder.glob("*.log") for line in path.open()]
 
 
-def make_plan(out: Path, trials: int, **options: Any) -> Plan:
+class OfBackwards(Plan):
+    """Without forwards, which tests/tuner/test_forward.py is about."""
+
+    @property
+    def searched(self) -> tuple[Problem, ...]:
+        return self.problems
+
+
+def make_plan(out: Path, trials: int, kind: type[Plan] = OfBackwards, **options: Any) -> Plan:
     options = {"problems": PROBLEMS, "space_file": SPACE_FILE, "devices": (0,), **options}
-    return Plan(target=TARGET, out=out, trials=trials, **options)
+    return kind(target=TARGET, out=out, trials=trials, **options)
 
 
 def search_plan(plan: Plan, lease_seconds: float, delay: float) -> None:

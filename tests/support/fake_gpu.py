@@ -19,15 +19,14 @@ from typing import Any
 
 from generator.evaluate.gpu.noise import SEARCH_PAUSES, Block, collect
 from generator.evaluate.gpu.protocol import Answer, Candidate, Job, NoGpuError
-from generator.kernels.forward import ForwardVariant
 from generator.kernels.geometry import Config
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.ptxas import Resources
 from generator.kernels.variant import Variant, make_variant
-from generator.operations import RMSNORM_BACKWARD
+from generator.operations import operation_of
 from generator.problem import Problem
 from generator.result import Result
-from normforge.spec import FORWARD_KERNELS, MAIN_KERNEL, ForwardSpec
+from normforge.spec import MAIN_KERNEL, ForwardSpec
 from tests.support.synthetic import FLOOR_US, PROBLEM, TARGET, cost, digest
 
 COMPILE_FAULTS = ("compile_error", "compile_crash", "spill")
@@ -155,21 +154,6 @@ class FakeCompiler:
 
 
 @dataclass(frozen=True)
-class CrashingCompiler:
-    """Compiles any forward variant to the same cubin, and dies of one."""
-
-    log: Log
-    doomed: str
-
-    def __call__(self, variant: ForwardVariant, arch: str, folder: Path) -> Compiled:
-        self.log.write(variant=variant.id, pid=os.getpid())
-        if variant.id == self.doomed:
-            os.kill(os.getpid(), signal.SIGSEGV)
-        kernels = dict.fromkeys(FORWARD_KERNELS, Resources(32, 0, 0, 0))
-        return Compiled(arch, "", b"cubin", kernels, "0", False, "")
-
-
-@dataclass(frozen=True)
 class Weather:
     """The disturbances of times. jitter: of every time; drift: of all times, slow; storms:
     probability of a block in which a neighbour makes them half as long again."""
@@ -239,7 +223,7 @@ class FakeSession:
         name = key(variants[0].config)
         driver = parent_process()
         entry = {"kind": job.kind, "key": name, "driver": driver and driver.pid}
-        entry |= {"problem": str(job.problem), "operation": job.operation}
+        entry |= {"problem": str(job.problem), "operation": job.problem.operation}
         self.gpu.log.write(**entry, event="begin")
         answer = self._answer(job, variants[0], ratios[0])
         known = answer.result
@@ -286,7 +270,7 @@ class FakeSession:
                 SEARCH_PAUSES,
                 lambda seconds: None,
             )
-            fields |= timing.fields(RMSNORM_BACKWARD.traffic_bytes(job.problem))
+            fields |= timing.fields(operation_of(job.problem).traffic_bytes(job.problem))
         if fault == "unsteady" or variant.determinism == "none":
             note = "planted" if fault else "none by construction"
             return Answer(

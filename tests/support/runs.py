@@ -14,6 +14,7 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
 from generator.paths import REPOSITORY
+from generator.problem import RMSNORM_FORWARD
 from generator.studies.storage import JOURNAL_NAME
 from tests.support.patience import patience
 
@@ -25,11 +26,13 @@ def command(*arguments: str) -> list[str]:
 
 
 def trials(out: Path) -> list[dict[str, Any]]:
-    """The finished trials in an output folder, oldest first: name of the study and config."""
+    """The finished trials in an output folder, oldest first: name of the study and config. Those
+    of forwards are left out."""
     storage = JournalStorage(JournalFileBackend(str(out / JOURNAL_NAME)))
     return [
         {"study": name, **trial.params}
         for name in sorted(optuna.get_all_study_names(storage))
+        if not name.startswith(RMSNORM_FORWARD)
         for trial in optuna.load_study(study_name=name, storage=storage).trials
     ]
 

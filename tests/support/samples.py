@@ -21,13 +21,15 @@ from generator.kernels.nvrtc import Compiled
 from generator.kernels.strategies import STRATEGIES
 from generator.kernels.variant import Variant, make_variant
 from generator.package.emit import emit_package
-from generator.package.entries import PROVENANCE_KEYS, Entry
+from generator.package.entries import PROVENANCE_KEYS, Entry, Forwards
+from generator.package.fallback_kernels import DTYPES as FALLBACK_DTYPES
 from generator.package.fallback_kernels import compile_fallbacks
 from generator.problem import ITEMSIZE, Problem
+from generator.space.forward_space import fallback_forwards, forward_variants
 from generator.space.load import load_space, space_file
 from generator.space.space import Space
 from generator.target import Target, find_target, load_targets
-from generator.tuner.forward import tune_forwards
+from generator.tuner.emission import usable_forwards
 from normforge.api import Package
 from normforge.spec import MAIN_KERNEL
 
@@ -211,11 +213,21 @@ def planted_entry(problem: Problem | str, target: Target, **knobs: int | str) ->
     return Entry(problem, variant, compile_variant(variant, target.arch), "measured", facts)
 
 
+def compiled_forwards(target: Target, *shapes: str) -> Forwards:
+    """The forwards for any row, and of some shapes the preferred ones."""
+    problems = [Problem.parse(shape) for shape in shapes]
+    chosen = [(p, forward_variants(p, target)[0]) for p in problems]
+    entries = [Entry(p, v, compile_variant(v, target.arch), "predicted", {}) for p, v in chosen]
+    with CompilePool(target.arch, len(os.sched_getaffinity(0)), compile=compile_variant) as pool:
+        rest = usable_forwards(fallback_forwards(FALLBACK_DTYPES), target, pool)
+    return Forwards(tuple(entries), rest)
+
+
 def training_package(target: Target, folder: Path) -> Package:
     """Make a package for `entry_points.Training` on a GPU: hidden norms by a strategy whose CTAs
     wait for each other, the rest by fallback kernels."""
     shapes = ("68x1024:bf16", "68x1024:fp32")
     entries = [planted_entry(shape, target, strategy="column_slices") for shape in shapes]
     folder = folder / "rmsnorm_backward"
-    emit_package(entries, compiled_fallbacks(target), target, folder, tune_forwards([], target))
+    emit_package(entries, compiled_fallbacks(target), target, folder, compiled_forwards(target))
     return Package(folder)

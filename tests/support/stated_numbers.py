@@ -23,7 +23,7 @@ from benchmarks.prediction import fit, score
 from benchmarks.search_replay import recording, replay
 from benchmarks.training.steps import BLOCKS, TOKENS
 from benchmarks.training.summary import CONFIDENCE
-from generator.evaluate.gpu import forward, l2_flush, noise, rotation, session, supervisor
+from generator.evaluate.gpu import l2_flush, noise, rotation, session, supervisor
 from generator.evaluate.predict import correction, prior
 from generator.evaluate.predict.model import MODEL
 from generator.evaluate.verify import determinism
@@ -42,10 +42,9 @@ from generator.search import (
     starts,
     surrogate,
 )
-from generator.space import forward_space
+from generator.space import expressions
 from generator.studies import outage, postgres, work_queue
 from generator.tuner import device_pool, lifecycle, task_runner
-from generator.tuner import forward as tuner_forward
 from normforge.launch import workspace
 from normforge.spec import CHUNK_ROWS
 from tests.support.accuracy import MARGIN
@@ -174,11 +173,11 @@ def faults() -> list[str]:
 
 def forward_kernels() -> list[str]:
     """Return the phrases on how RMSNorm's forward kernels are made and chosen."""
-    wide, busy = (forward_space._most_vectors(threads) for threads in (512, 1024))
+    wide, busy = (expressions._HELD[threads] for threads in (512, 1024))
     return [
         f"up to {wide} vectors a thread ({busy} in CTAs of 1024)",
-        f"The {WORD[forward.FINALISTS]} fastest must repeat their bits in {determinism.RUNS} runs",
-        f"within {percent(tuner_forward.TIE)} of the best",
+        f"The {WORD[budget.FINALISTS]} fastest must repeat their bits in {determinism.RUNS} runs",
+        f"The first {WORD[budget.FORWARD_TRIALS['predicted']]} variants",
         f"rows of whole {VECTOR}-byte vectors",
     ]
 
@@ -190,7 +189,7 @@ def forward_comparison() -> list[str]:
     return [
         f"at {first} of the {every} shapes of the H200's package, and at {other_first} of the"
         f" {others} of the H100's",
-        f"took at most {percent(tuner_forward.TIE)} longer than the fastest",
+        f"took at most {percent(notes.tie_of_forwards())} longer than the fastest",
         f"cuDNN's took {geometric_mean(usual):.3f} times as long as kernels that stored y as usual,"
         f" in the mean of {len(usual)} shapes",
     ]

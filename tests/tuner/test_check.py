@@ -32,7 +32,7 @@ from generator.paths import GENERATED
 from generator.problem import Problem
 from generator.result import Result
 from generator.target import find_target
-from generator.tuner import choose_device, device_process, forward, run
+from generator.tuner import choose_device, device_process, run
 from generator.tuner.check import OTHER_FLOOR, Stored, _recorded_ratio, choose, stored_kernels
 from normforge.spec import FORWARD_KERNELS
 from normforge.table import KernelOf
@@ -110,7 +110,6 @@ class Machine:
         )
         self.patch.setattr(torch.version, "cuda", "13.0")
         self.patch.setattr(device_process, "Supervisor", supervisor)
-        self.patch.setattr(forward, "Supervisor", supervisor)
         self.patch.setattr(choose_device, "match_device", lambda name, sms: TARGET)
 
     def check(self, *options: str) -> tuple[int, dict[str, Any]]:
@@ -296,9 +295,9 @@ def test_a_time_is_taken_under_the_condition_of_the_table(
     machine.plug_in()
     check_kernel, conditions = Rechecker.check, {}
 
-    def noting(self: Rechecker, operation: str, problem: Problem, *rest: Any) -> Result:
+    def noting(self: Rechecker, problem: Problem, *rest: Any) -> Result:
         conditions[problem.N] = rest[-1]
-        return check_kernel(self, operation, problem, *rest)
+        return check_kernel(self, problem, *rest)
 
     monkeypatch.setattr(Rechecker, "check", noting)
     asked: list[tuple[str, str]] = []
@@ -327,12 +326,10 @@ def test_an_error_is_a_document_as_well(
         machine.plug_in(log=Log(tmp_path / "log"), n256="segfault")
         check_kernel = Rechecker.check
 
-        def breaking(
-            self: Rechecker, operation: str, problem: Problem, one: Candidate, condition: str
-        ) -> Result:
+        def breaking(self: Rechecker, problem: Problem, one: Candidate, condition: str) -> Result:
             if problem.N == 256:
                 (tmp_path / "broken").write_text("die")
-            return check_kernel(self, operation, problem, one, condition)
+            return check_kernel(self, problem, one, condition)
 
         monkeypatch.setattr(Rechecker, "check", breaking)
     assert main(["check", "--gpu", "auto", "--out", str(machine.out), "--json", *options]) == 2
@@ -380,8 +377,7 @@ def test_what_a_program_calls_is_tuned_recorded_and_checked(
     recorder.stop()
     forks()
     folders = {"cache_folder": tmp_path / "cache", "compile": compile_both, "method": "forkserver"}
-    for module in (run, forward):
-        monkeypatch.setattr(module, "CompilePool", partial(CompilePool, **folders))
+    monkeypatch.setattr(run, "CompilePool", partial(CompilePool, **folders))
     out = tmp_path / "tuned"
     line = ["--gpu", "auto", "--out", str(out), "--json"]
     assert (
@@ -414,9 +410,7 @@ def test_packages_of_before_are_checked_but_for_what_they_do_not_record(
         def rechecker(self) -> Any:
             return self
 
-        def check(
-            self, operation: str, problem: Problem, candidate: Candidate, condition: str
-        ) -> Result:
+        def check(self, problem: Problem, candidate: Candidate, condition: str) -> Result:
             assert condition == "flush", "that of the committed tables, which do not name theirs"
             assert candidate.cubin.startswith(b"\x7fELF")
             return Result("ok", us=9.0, floor_us=10.0, ratio=0.9, extra={"bits": "b"})
@@ -444,9 +438,10 @@ def test_times_beside_another_floor_are_not_compared() -> None:
         for evidence, found in (("measured", wanted), ("predicted", "predicted")):
             tuned: Any = SimpleNamespace(provenance=facts, evidence=evidence)
             problem = Problem.parse(shape)
-            assert _recorded_ratio(Stored(problem.operation, problem, tuned)) == found
+            assert _recorded_ratio(Stored(problem, tuned)) == found
     forward: Any = SimpleNamespace(provenance=facts, evidence="measured")
-    assert _recorded_ratio(Stored("rmsnorm_forward", problem, forward)) == 1.1
+    problem = Problem.parse("rmsnorm_forward:8x64:bf16+residual")
+    assert _recorded_ratio(Stored(problem, forward)) == 1.1
 
 
 def test_forwards_are_checked_with_their_shapes() -> None:

@@ -304,7 +304,7 @@ def test_one_device_alone_keeps_the_order_of_the_shapes(tmp_path: Path) -> None:
 def test_equal_shares_of_the_seconds_count_the_devices(tmp_path: Path) -> None:
     for devices, each in (((0,), 10.0), ((0, 1, 2, 3), 40.0)):
         plan = make_plan(tmp_path, 1, seconds=10.0 * len(PROBLEMS), devices=devices)
-        assert plan.budget.seconds == each
+        assert plan.budget(PROBLEMS[0]).seconds == each
 
 
 # The GPU that is here.

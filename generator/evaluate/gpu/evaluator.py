@@ -21,10 +21,9 @@ from generator.evaluate.gpu.nvml import DeviceMonitor
 from generator.evaluate.gpu.protocol import Candidate, Job, WorkerLostError
 from generator.evaluate.gpu.rotation import ROTATION
 from generator.evaluate.gpu.supervisor import KEPT, Supervisor
-from generator.kernels.code_digest import AnyVariant
 from generator.kernels.nvrtc import Compiled
-from generator.kernels.variant import Variant
-from generator.operations import Operation, operation_of
+from generator.kernels.variant import AnyVariant
+from generator.operations import operation_of
 from generator.problem import Problem
 from generator.result import Result
 from generator.target import Target
@@ -43,14 +42,12 @@ Made = tuple[AnyVariant, Compiled]
 
 class MeasuredEvaluator:
     """Evaluates candidates on the GPU of a supervisor, which ends with it; the search sees only
-    Results. Noisy blocks are measured again. operation: None for that of each problem."""
+    Results. Noisy blocks are measured again."""
 
     evidence = "measured"
 
-    def __init__(
-        self, target: Target, supervisor: Supervisor, operation: Operation | None = None
-    ) -> None:
-        self.target, self._supervisor, self._operation = target, supervisor, operation
+    def __init__(self, target: Target, supervisor: Supervisor) -> None:
+        self.target, self._supervisor = target, supervisor
         self._sleep, self.facts = supervisor.sleep, supervisor.facts
         self._floors: dict[Problem, float] = {}
         self._floors_of_finals: dict[Problem, float] = {}
@@ -76,7 +73,7 @@ class MeasuredEvaluator:
         self.close()
 
     def evaluate(
-        self, problem: Problem, variant: Variant, compiled: Compiled, best_us: float | None
+        self, problem: Problem, variant: AnyVariant, compiled: Compiled, best_us: float | None
     ) -> Result:
         """Check a candidate's accuracy, time it, and run it 20 times for determinism. Never raises
         for a bad candidate."""
@@ -137,12 +134,16 @@ class MeasuredEvaluator:
         return list(timing.ratios)
 
     def finals(self, problem: Problem, entries: Sequence[Made]) -> list[Result]:
-        """The determinism checks for each, then all that passed timed in the same blocks. What sums
-        over rows must have the same bits in a fresh process, too. Raises NoisyError when a minute
-        of trying brings no clean blocks."""
+        """Check the determinism of each, then time all that passed in the same blocks. What sums
+        over rows must have the same bits in a fresh process, too, and what serves calls with other
+        options passes for those. Raises NoisyError when a minute brings no clean blocks."""
+        served = operation_of(problem).serves(problem)
+        of_others = {what: self.check_determinism(other, entries) for what, other in served.items()}
         results = self.check_determinism(problem, entries)
+        for what, others in of_others.items():
+            results = [_with_other(*pair, what) for pair in zip(results, others, strict=True)]
         candidates = self._candidates(entries)
-        if self._operation_of(problem).sums_rows:
+        if operation_of(problem).sums_rows:
             self._supervisor.renew(self._job("probe", problem))
             for i, candidate in enumerate(candidates):
                 if results[i].outcome == "ok":
@@ -183,17 +184,13 @@ class MeasuredEvaluator:
     def _job(
         self, kind: str, problem: Problem, candidates: tuple[Candidate, ...] = (), **more: Any
     ) -> Job:
-        name = self._operation_of(problem).name
-        return Job(kind, problem, candidates, operation=name, **more)
+        return Job(kind, problem, candidates, **more)
 
     def _final_job(
         self, problem: Problem, candidates: tuple[Candidate, ...], rounds: int | None = None
     ) -> Job:
         condition = FINAL_CONDITION
         return self._job("interleave", problem, candidates, rounds=rounds, condition=condition)
-
-    def _operation_of(self, problem: Problem) -> Operation:
-        return self._operation or operation_of(problem)
 
     def _check_each(self, kind: str, problem: Problem, entries: Sequence[Made]) -> list[Result]:
         self._probe(problem)
@@ -244,7 +241,7 @@ class MeasuredEvaluator:
                     results[i] = self._fault_alone(problem, candidates[i]) or results[i]
                 continue
             for place, i in enumerate(open_):
-                fields = timing.fields(self._operation_of(problem).traffic_bytes(problem), place)
+                fields = timing.fields(operation_of(problem).traffic_bytes(problem), place)
                 timed_under = {"condition": self._conditions[problem]}
                 fields["extra"] = results[i].extra | fields["extra"] | timed_under
                 results[i] = replace(results[i], **fields)
@@ -294,3 +291,10 @@ class MeasuredEvaluator:
 def _lower(floors: dict[Problem, float], problem: Problem, floor_us: float) -> None:
     """Keep the fastest floor of a problem."""
     floors[problem] = min(floor_us, floors.get(problem, floor_us))
+
+
+def _with_other(result: Result, other: Result, what: str) -> Result:
+    """A finalist's result with what the checks found of it for calls with an option."""
+    if result.outcome != "ok" or other.outcome == "ok":
+        return replace(result, checks=(*result.checks, what))
+    return replace(other, note=f"{what}: {other.note}")

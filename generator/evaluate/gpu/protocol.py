@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from generator.errors import NormforgeError
 from generator.evaluate.gpu.noise import Block
-from generator.problem import RMSNORM_BACKWARD, Problem
+from generator.problem import Problem
 from generator.result import Result
 from normforge.spec import ForwardSpec, KernelSpec
 
@@ -41,8 +41,8 @@ class Job:
     or "digest" (one candidate, answered with a Result),
     "interleave" (any number, answered with one Block) or "probe" (the floor alone: shows that the
     GPU works). best_us: of the best candidate so far; floor_us: the fastest floor of this problem
-    in this run; None without one. operation: its name; rounds: of the Block, None for those of the
-    finals. condition: one of rotation.CONDITIONS, "" for the worker's own.
+    in this run; None without one. rounds: of the Block, None for those of the finals. condition:
+    one of rotation.CONDITIONS, "" for the worker's own.
     """
 
     kind: str
@@ -50,13 +50,12 @@ class Job:
     candidates: tuple[Candidate, ...] = ()
     best_us: float | None = None
     floor_us: float | None = None
-    operation: str = RMSNORM_BACKWARD
     rounds: int | None = None
     condition: str = ""
 
     def probe(self) -> Job:
         """The job that sets up the same problem and times its floor."""
-        return Job("probe", self.problem, operation=self.operation)
+        return Job("probe", self.problem)
 
 
 @dataclass(frozen=True)

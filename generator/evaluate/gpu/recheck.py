@@ -10,7 +10,7 @@ from generator.evaluate.gpu.noise import Block, blocks_for, collect
 from generator.evaluate.gpu.nvml import DeviceMonitor
 from generator.evaluate.gpu.protocol import Candidate, Job, WorkerLostError
 from generator.evaluate.gpu.supervisor import Supervisor
-from generator.operations import OPERATIONS
+from generator.operations import operation_of
 from generator.problem import Problem
 from generator.result import Result
 
@@ -28,15 +28,12 @@ class Rechecker:
         self._supervisor, self._pauses = supervisor, PAUSES_IN_ALL
         self.monitor = DeviceMonitor(supervisor.facts.get("bus_id"))
 
-    def check(
-        self, operation: str, problem: Problem, candidate: Candidate, condition: str
-    ) -> Result:
+    def check(self, problem: Problem, candidate: Candidate, condition: str) -> Result:
         """Check a kernel: accuracy against float64, the bits of seeded inputs (`extra["bits"]`),
         and the time under a condition beside the floor, which says if it is noisy. A kernel that is
-        wrong, or that its worker did not survive, is a Result without times. operation: its name,
-        which for a forward is not that of the problem. Raises ProblemError where the problem cannot
-        be set up, NormforgeError when no GPU works any more."""
-        job = Job("recheck", problem, (candidate,), operation=operation)
+        wrong, or that its worker did not survive, is a Result without times. Raises ProblemError
+        where the problem cannot be set up, NormforgeError when no GPU works any more."""
+        job = Job("recheck", problem, (candidate,))
         floor_us = self._set_up(job.probe())
         try:
             result = self._supervisor.call(job).result
@@ -53,7 +50,7 @@ class Rechecker:
             if lost.outcome == "launch_error":  # most often, there is no room for so many inputs
                 return replace(result, extra=result.extra | {"untimed": lost.note})
             return Result(lost.outcome, note=lost.note)
-        fields = timing.fields(OPERATIONS[operation].traffic_bytes(problem))
+        fields = timing.fields(operation_of(problem).traffic_bytes(problem))
         fields["extra"] = result.extra | fields["extra"]
         return replace(result, **fields)
 

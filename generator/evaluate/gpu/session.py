@@ -27,7 +27,6 @@ from generator.evaluate.verify.determinism import (
     digest,
 )
 from generator.evaluate.verify.seeded import bits_of
-from generator.operations import OPERATIONS, Operation, operation_of
 from generator.problem import Problem
 from generator.result import Result
 from normforge.launch.driver import LaunchError
@@ -62,19 +61,18 @@ class Session:
         self.facts = {**device_facts(device), **self.timer.facts()}
         self._workload: Workload | None = None
 
-    def workload(self, problem: Problem, operation: Operation | None = None) -> Workload:
-        operation = operation or operation_of(problem)
+    def workload(self, problem: Problem) -> Workload:
         kept = self._workload
-        if kept is None or (kept.problem, kept.operation) != (problem, operation):
+        if kept is None or kept.problem != problem:
             kept = self._workload = None
             torch.cuda.empty_cache()
-            kept = self._workload = Workload(problem, self.device, operation)
+            kept = self._workload = Workload(problem, self.device)
         return kept
 
     def handle(self, job: Job) -> Answer:
         """The answer to a job; whatever a candidate does is part of it."""
         try:
-            workload = self.workload(job.problem, OPERATIONS[job.operation])
+            workload = self.workload(job.problem)
             torch.cuda.synchronize()
         except RuntimeError as error:
             short = _short_of_memory(error)

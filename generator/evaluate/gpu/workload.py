@@ -14,7 +14,7 @@ from generator.evaluate.gpu.rotation import Timed, copies
 from generator.evaluate.gpu.timer import Timer
 from generator.evaluate.verify.bench import Bench
 from generator.evaluate.verify.guarded import Guarded
-from generator.operations import Operation, operation_of
+from generator.operations import operation_of
 from generator.operations.operation import TORCH_DTYPE
 from generator.problem import Problem
 
@@ -26,11 +26,8 @@ class Workload:
     """One problem of an operation on the device: inputs, what outputs have to be, room for them,
     and the floor."""
 
-    def __init__(
-        self, problem: Problem, device: torch.device, operation: Operation | None = None
-    ) -> None:
-        """operation: default that of the problem."""
-        operation = operation or operation_of(problem)
+    def __init__(self, problem: Problem, device: torch.device) -> None:
+        operation = operation_of(problem)
         self.problem, self.device, self.operation = problem, device, operation
         self.inputs = operation.make_inputs(problem, device)
         self.cancelling = operation.make_cancelling(problem, self.inputs)

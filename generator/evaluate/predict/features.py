@@ -1,5 +1,5 @@
-"""What the learned correction is told of a prediction: shares, counts per SM and sizes over those
-of the GPU, so that they mean the same on another GPU."""
+"""Features that the learned correction is told of a prediction: shares, counts per SM and sizes
+over those of the GPU, so that they mean the same on another GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def features(case: Case, parts: Mapping[str, float], resources: Resources) -> di
 
 
 def _work(case: Case) -> dict[str, float]:
-    """How the rows are spread over the GPU."""
+    """Return features of how the rows are spread over the GPU."""
     v, launch, target, problem = case.variant, case.launch, case.rates.target, case.problem
     batch_bytes = v.batch_rows * (2 * v.row_bytes + v.residual_row_bytes)
     depth = v["stages"] if v["pipeline"] != "direct" else 1
@@ -53,7 +53,7 @@ def _work(case: Case) -> dict[str, float]:
 
 
 def _kernel(case: Case, resources: Resources) -> dict[str, float]:
-    """What the kernel is."""
+    """Return features of the kernel itself."""
     v, target = case.variant, case.rates.target
     smem = v.smem_bytes + resources.smem_bytes
     found = {
