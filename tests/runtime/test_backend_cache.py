@@ -128,7 +128,11 @@ def test_compiled_code_of_an_older_version_is_not_run(tmp_path: Path) -> None:
     operators = "frontends/operators.py"
     swapped = (
         (operators, "Tensor dy, Tensor x", "Tensor x, Tensor dy"),
-        (operators, "*(given.dy, given.x", "*(given.x, given.dy"),
+        (
+            operators,
+            "given.dy,\n                given.x,",
+            "given.x,\n                given.dy,",
+        ),
         (
             operators,
             "        dy: torch.Tensor,\n        x: ",
