@@ -113,6 +113,7 @@ class Installation:
         routed: Routed = RMS_NORM,
     ) -> None:
         self._quick, self._route, self._device, self._routed = quick, route, device, routed
+        self._keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, device))
         self.package = self if package is None else package
         self._lock = threading.RLock()
         self._library: torch.library.Library | None = None
@@ -232,21 +233,20 @@ class Installation:
 
     def _leave(self, *given: Any) -> Any:
         """Call the kernel that was there before."""
-        original, keys = self._original, getattr(torch._C.DispatchKey, self._device)
+        original = self._original
         if original is None:
             name = f"aten::{self._routed.operator}"
             raise RuntimeError(f"PyTorch has no {name} for {self._device} to fall back to")
         try:
-            return original.call_boxed(torch._C.DispatchKeySet(keys), *given)
+            return original.call_boxed(self._keys, *given)
         except RuntimeError as error:
             if "SafeKernelFunction has been invalidated" not in str(error):
                 raise
         # A kernel of torch.backends.python_native, or what it falls back to, is no longer there.
         with self._lock:
             if self._original is original and self._library is not None:
-                self._take_away()
-                self._apply()
-        return self._original.call_boxed(torch._C.DispatchKeySet(keys), *given)
+                self._apply(again=True)
+        return self._original.call_boxed(self._keys, *given)
 
     def _end_predecessor(self) -> None:
         """End the routing of this package from before it was loaded again."""
