@@ -16,11 +16,7 @@ import torch
 from generator.emulate.build import DEFAULT_CACHE, HostError, build
 from generator.emulate.request import Buffer, Request, fields_of
 from generator.operations.operation import TORCH_DTYPE
-from normforge.launch.kernel_arguments import (
-    DW_IN_WEIGHT_DTYPE,
-    argument_layout,
-    extent_of,
-)
+from normforge.launch.kernel_arguments import DW_IN_WEIGHT_DTYPE, argument_layout, extent_of
 from normforge.launch.row_layout import RowLayout
 from normforge.operations import signature_of
 from normforge.operations.signature import Signature, Tensor
@@ -184,12 +180,13 @@ def _request(
     M, N = getattr(inputs, signature.early[0].name).shape
     rows_at = _rows_at(signature, N, layout, options.inner)
     arguments = argument_layout(signature)
-    given = {tensor.name: getattr(inputs, tensor.name) for tensor in signature.inputs}
-    extent = extent_of(signature, M, N, rows_at, launch.group, given)
+    extent = extent_of(signature, M, N, rows_at, launch.group, vars(inputs))
     extent = extent._replace(dw_mode=options.dw_mode, weight_offset=inputs.offset)
     addresses = [(at, name) for name, at in arguments.places.items()]
     addresses += zip(arguments.workspace_at, ("counters", "zeroed", "scratch"), strict=True)
     addresses += [(at, "scratch") for at in arguments.scratch_at]
+    shared = ((tensor.name, vars(inputs)[tensor.name]) for tensor in signature.groups)
+    lent = (Buffer(n, "columns", t.dtype, (*t.shape,), t, rows_at[n]) for n, t in shared)
     wants_sums = signature.sums is not None and signature.sums.name not in options.without
     numbers = spec.partial_columns if spec.exact or spec.cluster > 1 else signature.column_sums * N
     fields = {
@@ -206,7 +203,7 @@ def _request(
     }
     return Request(
         fields_of(spec) | fields,
-        tuple(_buffers(signature, spec, inputs, (M, N), rows_at, layout, options)),
+        (*_buffers(signature, spec, inputs, (M, N), rows_at, layout, options), *lent),
         arguments.block(launch, extent, zeros=0, scratch=0).raw,
         addresses,
         arguments.parameters[1],
@@ -216,12 +213,13 @@ def _request(
 def _rows_at(signature: Signature, N: int, layout: Layout, inner: int) -> dict[str, RowLayout]:
     """Return the row layouts of the matrices by name; the rows of a matrix that is left out are
     contiguous. With `inner`, a gap follows every `inner` rows: of one row in the first matrix, of
-    two in all others."""
+    two in all others; what groups share is then the first half of a matrix."""
     found = {name: RowLayout(N + pad) for name, pad in layout.pads_of(signature).items()}
     if inner:
         for i, tensor in enumerate(signature.early):
             stride = found[tensor.name].stride
             found[tensor.name] = RowLayout(stride, inner, (inner + min(i + 1, 2)) * stride)
+    found |= {tensor.name: RowLayout(N if inner else N // 2) for tensor in signature.groups}
     return found | {copy.name: found[copy.copy_of] for copy in signature.copies}
 
 
@@ -238,7 +236,7 @@ def _buffers(
     M, N = shape
     shapes = {"rows": shape, "row": (M,), "columns": (N,)}
     for tensor in signature.tensors:
-        if tensor.role == "number":
+        if tensor.role in ("number", "group"):
             continue
         content = None if tensor.output else getattr(inputs, tensor.name)
         dtype = _dtype(tensor, spec, options.dw_mode)

@@ -148,24 +148,33 @@ def render(variant: Variant, *, comments: bool = True, include: bool = False) ->
 def expressions(signature: Signature) -> dict[str, Any]:
     """Return what the name of every tensor stands for in a kernel: element i of its row u, or the
     number of that row or of the call. `row_sums` are the row sums, `results` the arrays of the
-    outputs."""
+    outputs. Of tensors that are read in pairs, `partner` has what stands at the other column."""
     results = {
         output.name: f"out_{output.name}" if i else "out"
         for i, output in enumerate(signature.outputs)
     }
     places = ["u", "kRowsInFlight + u", *(f"{i} * kRowsInFlight + u" for i in range(2, 4))]
+    partner: dict[str, str] = {}
     found: dict[str, Any] = {
         "results": results,
+        "partner": partner,
+        "first_half": "(rows.column(j) < kHalf)",
         "row_sums": [f"sum[{place}]" for place in places[: signature.row_sums]],
     }
     for tensor in signature.early:
         found[tensor.name] = f"element<Element>({tensor.value}[u][j].words, i)"
+    for tensor in signature.paired:
+        partner[tensor.name] = f"element<Element>(partner_{tensor.value}[u][j].words, i)"
+    for tensor in signature.groups:
+        words = f"{tensor.value}[u][j % kGroupVectors]"
+        found[tensor.name] = f"group_number({words}, i, args.wide_groups)"
     for tensor in signature.numbers:
         found[tensor.name] = f"args.{tensor.name}"
     for tensor in signature.statistics:
         found[tensor.name] = f"{tensor.value}[u]"
     if signature.columns:
         found[signature.columns.name] = "weight_of(w, i, args.weight_offset)"
+        partner[signature.columns.name] = "weight_of(partner_w, i, args.weight_offset)"
     for name, array in results.items():
         found[name] = f"{array}[i]"
     if signature.sums:

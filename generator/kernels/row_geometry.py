@@ -158,16 +158,25 @@ class RowGeometry(ItemSizes):
         return self.row_elements * self["threads_per_row"] - self.columns
 
     @property
+    def own_partners(self) -> bool:
+        """True when a thread has both columns of a pair (kOwnPartners in pairs.cuh)."""
+        alone = self["cluster"] == 1 and self.idle_columns == 0
+        return bool(alone and self.vectors % 2 == 0)
+
+    @property
     def register_estimate(self) -> int:
         """Registers that a thread cannot do without: partial dw, the row's vectors (one row at a
         time when they are reloaded), the weight where it is kept, and addresses and counters."""
         rows = 1 if self["reload"] == "smem" else self["rows_in_flight"]
-        streams = len(self.signature.early) * self.itemsize + self.residual_itemsize
+        early = len(self.signature.early) + len(self.signature.paired) * (not self.own_partners)
+        streams = early * self.itemsize + self.residual_itemsize
         row = ceil_div(rows * self.row_elements * streams, 4)
         if self["reload"] == "smem":
             row = min(row, 8)
         if self.early_sums:  # a number for each element, and x
             row = rows * self.row_elements + row // 2
+        shared = rows * self.row_elements * len(self.signature.groups)
+        row += shared // 2 if self.own_partners else shared
         kept = self["weight_in"] == "registers"
         weight = ceil_div(self.row_elements * self.weight_itemsize, 4) if kept else 0
         return int(self.accumulators + row + weight + 24)

@@ -15,6 +15,7 @@ from generator.operations.own import add_operation, add_operations_of_run
 from generator.operations.rmsnorm_backward import RMSNORM_BACKWARD
 from generator.operations.rmsnorm_forward import RMSNORM_FORWARD, RMSNORM_INVARIANT_FORWARD
 from generator.operations.rmsnorm_invariant_backward import RMSNORM_INVARIANT_BACKWARD
+from generator.operations.rmsnorm_rope import RMSNORM_ROPE_BACKWARD, RMSNORM_ROPE_FORWARD
 from generator.problem import FORWARDS, Problem
 from normforge import operations as library
 
@@ -28,6 +29,8 @@ OPERATIONS = {
         RMSNORM_INVARIANT_FORWARD,
         *GATED_BACKWARDS,
         *GATED_FORWARDS,
+        RMSNORM_ROPE_BACKWARD,
+        RMSNORM_ROPE_FORWARD,
     )
 }
 add_operations_of_run(OPERATIONS)
@@ -63,6 +66,8 @@ __all__ = [
     "RMSNORM_BACKWARD",
     "RMSNORM_FORWARD",
     "RMSNORM_INVARIANT_BACKWARD",
+    "RMSNORM_ROPE_BACKWARD",
+    "RMSNORM_ROPE_FORWARD",
     "Operation",
     "add_operation",
     "operation_name",

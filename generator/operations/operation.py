@@ -121,9 +121,10 @@ class Operation:
 
     def traffic_bytes(self, problem: Problem) -> int:
         """Bytes that any implementation moves: every matrix read once or written once. Vectors are
-        left out."""
+        left out, and what rows share."""
         tensors = (*self.arguments(problem), *self.outputs(problem))
-        return sum(tensor.bytes for tensor in tensors if len(tensor.shape) == 2)
+        shape = (problem.M, problem.N)
+        return sum(tensor.bytes for tensor in tensors if tensor.shape == shape)
 
 
 def over_bytes(size: int, like: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

@@ -72,6 +72,9 @@ def _faults(operation: RowOperation, path: Path) -> Iterator[str]:
     sums = operation.signature.sums
     if sums and sums.count > 1 and sums.name in operation.gradients.values():
         yield f"{sums.name} has several sums of a column, so it is the gradient of no argument"
+    if operation.signature.pairs:
+        yield "pairs of columns and groups of rows are for operations of the library alone"
+        return
     if path.stem != operation.name:
         yield f"the file of operation {operation.name} is called {operation.name}.py"
     template = path.with_name(f"{operation.name}.cu.j2")

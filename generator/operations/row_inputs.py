@@ -11,6 +11,10 @@ from generator.errors import NormforgeError
 from generator.operations.operation import TORCH_DTYPE, row_slices
 from generator.problem import Problem
 from normforge.operations import RowOperation
+from normforge.spec import ceil_div
+
+HEADS = 32
+"""Rows of a group, where groups of rows share something."""
 
 
 def make_inputs(
@@ -25,7 +29,8 @@ def make_inputs(
     whose sign alternates from row to row, so that what is summed over a row is large, while sums
     over the rows stay near sqrt(M) and a lost row shows. What the forward saves is computed in
     float64 from the rounded rows. centres: rows lie around numbers up to this one and its negative;
-    a mean that is left out then shows."""
+    a mean that is left out then shows. What groups of HEADS rows share is drawn, whatever the
+    forward saves."""
     generator = torch.Generator(device).manual_seed(seed)
     signature, shape = operation.signature, (problem.M, problem.N)
     dtype = TORCH_DTYPE[problem.dtype]
@@ -58,6 +63,9 @@ def make_inputs(
             columns[name] = drawn.to(TORCH_DTYPE[problem.weight_dtype])
     late = {tensor.name: _late(tensor.option, problem, generator) for tensor in signature.late}
     found = _saved(operation, problem, matrices, columns, offset)
+    of_groups = (ceil_div(problem.M, HEADS), problem.N // 2)
+    for tensor in signature.groups:
+        found[tensor.name] = torch.randn(of_groups, generator=generator, device=device)
     missing = [t.name for t in signature.inputs if t.name not in found and not t.late]
     if len(missing) != 1 or signature[missing[0]] not in signature.early:
         named_missing = ", ".join(missing) or "nothing"
@@ -104,6 +112,8 @@ def _saved(
                     f"operation {operation.name}: forward() saves '{name}', which is no tensor of "
                     "the signature"
                 ) from None
+            if tensor.role == "group":
+                continue  # it is drawn
             if tensor.role == "number":
                 found[name] = float(value)
                 continue
@@ -135,6 +145,8 @@ def make_cancelling(operation: RowOperation, problem: Problem, inputs: Any, seed
         if tensor.role in ("rows", "row") and not tensor.late:
             copied = changed[tensor.name] = getattr(inputs, tensor.name).clone()
             copied[half : 2 * half] = copied[:half]
+        elif tensor.role == "group":  # alike in both halves
+            changed[tensor.name] = getattr(inputs, tensor.name)[:1].clone()
     dy = changed[incoming]
     generator = torch.Generator(dy.device).manual_seed(seed)
     for part in row_slices(half, problem.N):

@@ -22,7 +22,7 @@ from generator.operations.operation import (
     over_bytes,
     row_slices,
 )
-from generator.operations.row_inputs import make_cancelling, make_inputs
+from generator.operations.row_inputs import HEADS, make_cancelling, make_inputs
 from generator.problem import Problem
 from normforge.launch.binding import bind
 from normforge.launch.kernel_arguments import DW_IN_WEIGHT_DTYPE, argument_layout, extent_of
@@ -31,7 +31,7 @@ from normforge.launch.row_layout import RowLayout
 from normforge.operations import RowOperation, signature_of
 from normforge.operations.formula import added_to, terms_of
 from normforge.operations.signature import Signature, Tensor
-from normforge.spec import KernelSpec, Launch, plan_launch
+from normforge.spec import KernelSpec, Launch, ceil_div, plan_launch
 
 
 def _spec(tensor: Tensor, problem: Problem) -> TensorSpec | None:
@@ -44,6 +44,8 @@ def _spec(tensor: Tensor, problem: Problem) -> TensorSpec | None:
         return TensorSpec(tensor.name, (M, N), dtype)
     if tensor.role == "row":
         return TensorSpec(tensor.name, (M,), "fp32")
+    if tensor.role == "group":
+        return TensorSpec(tensor.name, (ceil_div(M, HEADS), N // 2), "fp32")
     return TensorSpec(tensor.name, (tensor.count * N,), problem.weight_dtype)
 
 
@@ -85,7 +87,11 @@ def make_reference(operation: RowOperation, problem: Problem, inputs: Any) -> Re
             if tensor.role in ("columns", "number") or given[tensor.name] is None
             else given[tensor.name][part]
             for tensor in signature.inputs
+            if tensor.role != "group"
         }
+        for tensor in signature.groups:
+            groups = torch.arange(part.start, part.stop, device=device) // inputs.heads
+            sliced[tensor.name] = given[tensor.name][groups % len(given[tensor.name])]
         terms = terms_of(operation, sliced, torch.float64, offset)
         added = added_to(signature, sliced)
         for i, output in enumerate(signature.outputs):
@@ -123,7 +129,7 @@ def floor(
 ) -> Callable[[], object]:
     """torch.add over as many bytes: of two inputs into the output where that is the same."""
     specs = (*tensor_specs(signature, problem, False), *tensor_specs(signature, problem, True))
-    size = sum(spec.bytes for spec in specs if len(spec.shape) == 2)
+    size = sum(spec.bytes for spec in specs if spec.shape == (problem.M, problem.N))
     early = [getattr(inputs, tensor.name) for tensor in signature.early]
     like = (early[0], early[min(1, len(early) - 1)], outputs[signature.outputs[0].name])
     one, two, out = over_bytes(size, like)
@@ -133,11 +139,13 @@ def floor(
 @cache
 def inputs_class(signature: Signature) -> Any:
     """The class of the inputs of a call: a dataclass with a field for every input of the signature
-    and `offset`, which is added to the columns in fp32."""
+    and `offset`, which is added to the columns in fp32, and `heads` where groups of so many rows
+    share something."""
     kinds = {"number": float}
     needed = [(t.name, kinds.get(t.role, torch.Tensor)) for t in signature.inputs if not t.option]
     late = [(t.name, torch.Tensor | None, None) for t in signature.inputs if t.option]
-    return make_dataclass("Inputs", [*needed, ("offset", float, 0.0), *late])
+    heads = [("heads", int, HEADS)] if signature.groups else []
+    return make_dataclass("Inputs", [*needed, ("offset", float, 0.0), *late, *heads])
 
 
 def run_rows(
@@ -159,7 +167,7 @@ def run_rows(
     """
     signature = signature_of(kernel.spec.operation)
     tensors = {tensor.name: getattr(inputs, tensor.name) for tensor in signature.inputs}
-    tensors |= outputs
+    tensors |= {"heads": getattr(inputs, "heads", 1), **outputs}
     for copy in signature.copies:
         if tensors.get(copy.copy_of) is None:
             tensors[copy.name] = None

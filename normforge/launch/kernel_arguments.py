@@ -13,8 +13,8 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from ..operations.signature import Signature, Tensor
-from ..spec import Launch
-from .row_layout import RowLayout, gap_factor
+from ..spec import Launch, ceil_div
+from .row_layout import RowLayout, division_factor, gap_factor
 
 # scratch, the sums; rows of partial sums, columns, mode, and how many of the rows are sums of whole
 # groups, which only a batch-invariant kernel takes.
@@ -31,7 +31,8 @@ class Extent(NamedTuple):
     strides: elements between rows, of every strided tensor of the signature. gaps: elements of a
     gap behind some rows, as between the heads of one token and the next in a packed tensor, of
     every early tensor; gap_factor: see there, 0 where all rows lie at one stride. group: the
-    launch's. numbers: those of the signature.
+    launch's. numbers: those of the signature. of_groups: what `of_groups` returns, where groups of
+    rows share something.
     """
 
     rows: int
@@ -43,11 +44,13 @@ class Extent(NamedTuple):
     dw_mode: int = DW_IN_WEIGHT_DTYPE
     weight_offset: float = 0.0
     numbers: tuple[float, ...] = ()
+    of_groups: tuple[int, ...] = ()
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """Return the values in the order in which the kernel takes them, but for the numbers."""
-        return (self.rows, *self.strides, *self.gaps, *self[3:-1])
+        """Return the values in the order in which the kernel takes them, but for those that stand
+        behind all addresses."""
+        return (self.rows, *self.strides, *self.gaps, *self[3:8])
 
 
 def extent_of(
@@ -60,15 +63,36 @@ def extent_of(
 ) -> Extent:
     """The numbers of a call whose tensors have these layouts, by name. All early ones have the same
     `inner`; the rows of others without a layout lie one behind the other. given: what the call is
-    given by name, of which the signature's numbers are taken."""
+    given by name, of which the signature's numbers are taken, and what groups of rows share: as
+    matrices, and in `heads` how many rows share a row of them. Raises ValueError as `of_groups`
+    does."""
     dense = RowLayout(columns)
+    layouts = {t.name: RowLayout(columns // 2) for t in signature.groups} | dict(layouts)
     strides = (layouts.get(tensor.name, dense).stride for tensor in signature.strided)
     early = [layouts.get(tensor.name, dense) for tensor in signature.early]
     heads = early[0].inner
     gaps = tuple(at.outer - heads * at.stride for at in early)
     numbers = tuple(float((given or {})[tensor.name]) for tensor in signature.numbers)
     extent = (rows, tuple(strides), gaps, gap_factor(rows, heads), columns, group)
-    return Extent(*extent, numbers=numbers)
+    shared: tuple[int, ...] = ()
+    if signature.groups and given is not None:
+        first = given[signature.groups[0].name]
+        wide = first.element_size() == 4
+        shared = of_groups(rows, int(given["heads"]), first.shape[0], wide)
+    return Extent(*extent, numbers=numbers, of_groups=shared)
+
+
+def of_groups(rows: int, heads: int, groups: int, wide: bool) -> tuple[int, int, int, int]:
+    """Return how a kernel finds what `heads` consecutive rows share, in tensors of `groups` rows,
+    which begin anew behind the last: the factors of two divisions, when they begin anew (0: never),
+    and whether the numbers are fp32. Raises ValueError for more rows than it can number."""
+    of_all = ceil_div(rows, heads)
+    period = groups if groups < of_all else 0
+    factor = division_factor(rows, heads)
+    of_period = division_factor(of_all, period) if period else 0
+    if not factor or (period and not of_period):
+        raise ValueError(f"kernels cannot number {rows} rows, {heads} to each of {groups} groups")
+    return factor, of_period, period, int(wide)
 
 
 class ArgumentLayout:
@@ -76,9 +100,9 @@ class ArgumentLayout:
 
     The main kernel's are one structure (templates/row_kernel.cu.j2): the addresses of the leading
     tensors; counters, zeroed words and scratch; rows, strides and gaps; columns, group, mode and
-    offset; the addresses of the tensors behind; the numbers. pack_addresses: writes the addresses
-    of all leading tensors, in the order of the signature, 0 for None. behind_at: where the others
-    stand. Offsets are in bytes.
+    offset; the addresses of the tensors behind; the numbers; those of groups. pack_addresses:
+    writes the addresses of all leading tensors, in the order of the signature, 0 for None.
+    behind_at: where the others stand. Offsets are in bytes.
     """
 
     def __init__(self, signature: Signature) -> None:
@@ -89,7 +113,8 @@ class ArgumentLayout:
         first_behind = struct.calcsize(f"{form}0Q")
         self.behind_at = tuple(first_behind + 8 * i for i in range(len(behind)))
         form += f"{len(behind)}Q" if behind else ""
-        self.main = struct.Struct(f"{form}{len(signature.numbers)}f0Q")
+        form += f"{len(signature.numbers)}f" + "2qIi" * bool(signature.groups)
+        self.main = struct.Struct(f"{form}0Q")
         self.pack_addresses = struct.Struct(f"@{len(leading)}Q").pack_into
         size = self.main.size
         self.second_at = size
@@ -128,7 +153,7 @@ class ArgumentLayout:
         values = ctypes.create_string_buffer(self.size)
         workspace = (zeros, zeros + launch.zeroed_offset, scratch)
         leading, behind = [0] * len(signature.leading), [0] * len(signature.behind)
-        numbers = (*extent.values, *behind, *extent.numbers)
+        numbers = (*extent.values, *behind, *extent.numbers, *extent.of_groups)
         self.main.pack_into(values, 0, *leading, *workspace, *numbers)
         second = (scratch, 0, launch.partials, extent.columns, extent.dw_mode, extent.group)
         SUM_ARGUMENTS.pack_into(values, self.second_at, *second)

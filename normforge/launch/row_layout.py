@@ -17,6 +17,15 @@ def gap_factor(rows: int, heads: int) -> int:
     return (1 << 32) // heads + 1 if heads > 1 and rows * heads < 1 << 32 else 0
 
 
+def division_factor(numbers: int, divisor: int) -> int:
+    """Return f for which f * n >> 32 is n // divisor, for every n below `numbers`; 0 where there is
+    none. (f * divisor exceeds 2^32 by `rest`, so the product is off by n * rest / 2^32 / divisor,
+    which must stay below 1 / divisor.)"""
+    factor = -(-(1 << 32) // divisor)
+    rest = factor * divisor - (1 << 32)
+    return factor if max(1, rest) * numbers <= 1 << 32 else 0
+
+
 class RowLayout(NamedTuple):
     """The layout of a tensor's rows: they are `stride` elements apart, or `inner` of them are and
     then comes a step of `outer` elements (the heads of a packed tensor). inner is 0 for one

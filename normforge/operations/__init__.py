@@ -8,12 +8,14 @@ from .gated_rmsnorm_backward import GATED_BACKWARDS
 from .gated_rmsnorm_forward import GATED_FORWARDS
 from .layernorm_backward import LAYERNORM_BACKWARD
 from .rmsnorm_backward import RMSNORM_BACKWARD
+from .rmsnorm_rope import RMSNORM_ROPE_BACKWARD, RMSNORM_ROPE_FORWARD
 from .row_operation import RowOperation
 from .signature import (
     Signature,
     added_rows,
     columns,
     copied_rows,
+    group,
     number,
     row,
     rows,
@@ -35,6 +37,8 @@ OPERATIONS: dict[str, RowOperation] = {
         RMSNORM_INVARIANT_BACKWARD,
         *GATED_BACKWARDS.values(),
         *GATED_FORWARDS.values(),
+        RMSNORM_ROPE_BACKWARD,
+        RMSNORM_ROPE_FORWARD,
     )
 }
 """All operations by name; `register` adds a user's own."""
@@ -61,11 +65,14 @@ __all__ = [
     "OPERATIONS",
     "RMSNORM_BACKWARD",
     "RMSNORM_INVARIANT_BACKWARD",
+    "RMSNORM_ROPE_BACKWARD",
+    "RMSNORM_ROPE_FORWARD",
     "RowOperation",
     "Signature",
     "added_rows",
     "columns",
     "copied_rows",
+    "group",
     "number",
     "register",
     "row",

@@ -23,8 +23,9 @@ def terms_of(
     operation: RowOperation, tensors: Mapping[str, Any], compute: torch.dtype, offset: float = 0.0
 ) -> Terms:
     """The terms of an operation's outputs, in the dtype `compute`. tensors: by name; rows as
-    (..., N), numbers of each row in any shape, columns without one for ones, numbers of the call as
-    they are. offset: is added to the columns."""
+    (..., N), numbers of each row in any shape, columns without one for ones, what groups share as
+    (..., N / 2), which is repeated like any operand of PyTorch's, numbers of the call as they are.
+    offset: is added to the columns."""
     signature = operation.signature
     shape = tensors[signature.early[0].name].shape
     given: dict[str, Any] = {}

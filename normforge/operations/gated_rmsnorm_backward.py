@@ -36,7 +36,7 @@ def _sigmoid(z: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
 ACTIVATIONS: dict[str, Gate] = {"silu": _silu, "sigmoid": _sigmoid}
 
 
-def _norm_terms(x: Any, dy: Any, weight: Any, eps: float) -> tuple[Any, tuple[Any, Any]]:
+def norm_terms(x: Any, dy: Any, weight: Any, eps: float) -> tuple[Any, tuple[Any, Any]]:
     """Return xhat, and the terms of the gradient of x, of y = xhat * w."""
     rstd = (x.square().mean(-1, keepdim=True) + eps).rsqrt()
     normalized, weighted = x * rstd, dy * weight
@@ -56,7 +56,7 @@ def norm_first_terms(
     rstd, dx = rstd * (w * g - xhat * mean(xhat * w * g)), dz = dy * xhat * w * act'(z), dw = sum
     over rows of g * xhat."""
     value, slopes = gate(z)
-    normalized, dx = _norm_terms(x, dy * value, weight, eps)
+    normalized, dx = norm_terms(x, dy * value, weight, eps)
     dz = tuple(dy * normalized * weight * slope for slope in slopes)
     return {"dx": dx, "dz": dz, "dw": (dy * value * normalized,)}
 
@@ -73,7 +73,7 @@ def gate_first_terms(
     and du = rstd * (w * dy - uhat * mean(uhat * w * dy)), dx = du * act(z), dz = du * x * act'(z),
     dw = sum over rows of dy * uhat."""
     value, slopes = gate(z)
-    normalized, du = _norm_terms(x * value, dy, weight, eps)
+    normalized, du = norm_terms(x * value, dy, weight, eps)
     dz = tuple(term * x * slope for term in du for slope in slopes)
     return {"dx": tuple(term * value for term in du), "dz": dz, "dw": (dy * normalized,)}
 

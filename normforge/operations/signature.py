@@ -12,16 +12,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-ROLES = ("rows", "row", "columns", "sums", "number")
+ROLES = ("rows", "row", "columns", "sums", "number", "group")
 """The roles of a tensor: M rows of N elements, one fp32 number for each row, N elements that all
-rows share, sums over the rows of every column, or one fp32 number that a call is given by value."""
+rows share, sums over the rows of every column, one fp32 number that a call is given by value, or
+N / 2 numbers that the rows of a group share."""
 _RESERVED = re.compile(
     "alignas|asm|auto|bool|break|case|char|class|const|continue|default|delete|do|double|"
     "else|enum|extern|false|float|for|goto|if|inline|int|long|namespace|new|operator|private|"
     "public|register|return|self|short|signed|sizeof|static|struct|switch|template|this|"
     "throw|true|try|typedef|typename|union|unsigned|using|virtual|void|volatile|while|"
     "advance|args|arguments|at|await|batch|batches|blocks|columns?|config|constants|count|"
-    "counters|determinism|dw_mode|elements?|empty|exists|fetch|first|from|full|gaps|group|"
+    "counters|determinism|dw_mode|elements?|empty|exists|fetch|first|first_half|from|full|gaps|group|"
+    "group_factor|heads|partner|period|period_factor|wide_groups|"
     "[ijuw]|into|kept|knobs|last|launch|left|name|offset|operation|out|owns|packet|partial|"
     "participants?|phase|pipeline|place|produce|rank|read|refill|release|residuals?|results|"
     "rows?|row_sums?|schedule|scratch|signature|slot|smem|source|stage|start|strategy|sums?|"
@@ -32,8 +34,8 @@ _RESERVED = re.compile(
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor of an operation, or one number; `rows`, `row`, `columns`, `sums` and `number` make
-    them.
+    """One tensor of an operation, or one number; `rows`, `row`, `columns`, `group`, `sums` and
+    `number` make them.
 
     name: by which calls, kernels, checks and reports know it. role: one of ROLES. output: whether
     the kernel writes it. late: of rows, whether they are added to the first output only, behind the
@@ -41,7 +43,8 @@ class Tensor:
     such tensor. copy_of: the output of which this one has the same numbers in the option's dtype.
     count: of sums, how many there are for every column. value: what the kernel calls the numbers
     that it holds. behind: whether the address stands behind all other arguments. note: a comment
-    for the kernel's argument.
+    for the kernel's argument. paired: of rows read early and of columns, whether an element needs
+    that of the other column of its pair, too: columns i and i + N / 2 are a pair.
     """
 
     name: str
@@ -54,12 +57,15 @@ class Tensor:
     value: str = ""
     behind: bool = False
     note: str = ""
+    paired: bool = False
 
     @property
     def cpp(self) -> str:
         """The declaration of the kernel's argument."""
         if self.role == "sums":
             return f"void* {self.name};"
+        if self.role == "group":
+            return f"const void* {self.name};"
         if self.role == "number":
             return f"float {self.name};"
         kind = {"rows": "Element", "row": "float", "columns": "WeightElement"}[self.role]
@@ -67,10 +73,10 @@ class Tensor:
         return f"{'' if self.output else 'const '}{kind}* {self.name};"
 
 
-def rows(name: str, note: str = "") -> Tensor:
+def rows(name: str, note: str = "", paired: bool = False) -> Tensor:
     """M rows of N elements of the problem's dtype, read before the row sums. Their rows may lie at
     any stride, also as the heads of a packed tensor."""
-    return Tensor(name, "rows", value=f"{name}s", note=note)
+    return Tensor(name, "rows", value=f"{name}s", note=note, paired=paired)
 
 
 def added_rows(name: str, option: str, note: str = "") -> Tensor:
@@ -83,9 +89,16 @@ def row(name: str, value: str = "", behind: bool = False) -> Tensor:
     return Tensor(name, "row", value=value or f"{name}s", behind=behind)
 
 
-def columns(name: str, note: str = "null: ones") -> Tensor:
+def columns(name: str, note: str = "null: ones", paired: bool = False) -> Tensor:
     """N numbers that all rows share, of the problem's weight dtype. Ones without them."""
-    return Tensor(name, "columns", note=note)
+    return Tensor(name, "columns", note=note, paired=paired)
+
+
+def group(name: str, note: str = "") -> Tensor:
+    """N / 2 numbers that consecutive rows share, such as the heads of a token: one for each pair of
+    columns, i and i + N / 2. They are fp32 or of the problem's dtype, as a call says, which also
+    says how many rows share them."""
+    return Tensor(name, "group", value=f"{name}_words", note=note)
 
 
 def number(name: str) -> Tensor:
@@ -149,6 +162,8 @@ class Signature:
         for role in ("columns", "sums"):
             if len(found := [t.name for t in self.tensors if t.role == role]) > 1:
                 yield f"a row kernel has one tensor of {role} at most, got {' and '.join(found)}"
+        if odd := [t.name for t in self.tensors if t.paired and t not in self._may_be_paired]:
+            yield f"{odd[0]} cannot be read in pairs: rows that are read early and columns can"
         if len(self.late) > 1 or len(self.copies) > 1:
             yield "a row kernel adds one tensor of rows at most, and copies one output at most"
 
@@ -199,6 +214,25 @@ class Signature:
         return tuple(t for t in self.tensors if t.role == "rows" and not t.output and not t.late)
 
     @cached_property
+    def paired(self) -> tuple[Tensor, ...]:
+        """Rows that are read early and in pairs of columns."""
+        return tuple(tensor for tensor in self.early if tensor.paired)
+
+    @property
+    def _may_be_paired(self) -> tuple[Tensor, ...]:
+        return self.early if self.columns is None else (*self.early, self.columns)
+
+    @cached_property
+    def groups(self) -> tuple[Tensor, ...]:
+        """The numbers that the rows of a group share."""
+        return tuple(tensor for tensor in self.tensors if tensor.role == "group")
+
+    @cached_property
+    def pairs(self) -> bool:
+        """Whether kernels have to know of pairs of columns."""
+        return bool(self.groups) or any(tensor.paired for tensor in self.tensors)
+
+    @cached_property
     def late(self) -> tuple[Tensor, ...]:
         """Rows that are added to the first output."""
         return tuple(tensor for tensor in self.tensors if tensor.late)
@@ -233,6 +267,6 @@ class Signature:
 
     @cached_property
     def strided(self) -> tuple[Tensor, ...]:
-        """The tensors whose row stride is an argument: rows read early, those added, and outputs
-        but for copies, which lie as what they are copies of."""
-        return (*self.early, *self.late, *self.outputs)
+        """The tensors whose row stride is an argument: rows read early, those added, outputs but
+        for copies, which lie as what they are copies of, and what groups share."""
+        return (*self.early, *self.late, *self.outputs, *self.groups)

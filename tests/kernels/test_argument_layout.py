@@ -7,6 +7,7 @@ import re
 import subprocess
 from itertools import pairwise
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -25,14 +26,16 @@ from normforge.launch.kernel_arguments import (
     Extent,
     argument_layout,
     extent_of,
+    of_groups,
 )
-from normforge.launch.row_layout import RowLayout, gap_factor
+from normforge.launch.row_layout import RowLayout, division_factor, gap_factor
 from normforge.operations import OPERATIONS, RMSNORM_BACKWARD, Signature
 from normforge.operations.signature import (
     Tensor,
     added_rows,
     columns,
     copied_rows,
+    group,
     number,
     row,
     rows,
@@ -100,6 +103,7 @@ def packed(layout: ArgumentLayout) -> tuple[bytes, dict[str, Any]]:
         dw_mode=DW_ADDED,
         weight_offset=0.625,
         numbers=tuple(0.125 + i for i in range(len(signature.numbers))),
+        of_groups=(1 << 32, 1 << 31, 77, 1) if signature.groups else (),
     )
     block = layout.block(launch, extent, 1 << 20, 1 << 50)
     leading = [(1 << 48) + 64 * i for i in range(len(signature.leading))]
@@ -112,6 +116,7 @@ def packed(layout: ArgumentLayout) -> tuple[bytes, dict[str, Any]]:
         *(extent.gap_factor, extent.columns, extent.group, extent.dw_mode, extent.weight_offset),
         *behind,
         *extent.numbers,
+        *extent.of_groups,
     )
     assert len(set(values)) == len(values)
     second = (1 << 50, launch.partials, extent.columns, DW_ADDED, extent.group)
@@ -181,7 +186,7 @@ def test_a_compiler_reads_what_the_host_packs(name: str, tmp_path: Path) -> None
 @st.composite
 def signatures(draw: st.DrawFn) -> Signature:
     """Any order of 1 to 4 rows, up to 2 numbers of a row, columns, a residual, 1 to 3 outputs, up
-    to 3 sums of every column, and up to 3 numbers of the call."""
+    to 3 sums of every column, up to 3 numbers of the call, and up to 2 tensors of groups."""
     outputs = draw(st.integers(1, 3))
     tensors = [rows(f"in_{i}") for i in range(draw(st.integers(1, 4)))]
     tensors += [rows_out(f"out_{i}") for i in range(outputs)]
@@ -189,6 +194,7 @@ def signatures(draw: st.DrawFn) -> Signature:
         tensors.append(row(f"of_row_{i}", behind=draw(st.booleans())))
     tensors += [number(f"of_call_{i}") for i in range(draw(st.integers(0, 3)))]
     tensors += [columns("shared")] * draw(st.booleans())
+    tensors += [group(f"of_group_{i}") for i in range(draw(st.integers(0, 2)))]
     if draw(st.booleans()):
         of = f"out_{draw(st.integers(0, outputs - 1))}"
         tensors += [added_rows("more", option="residual")]
@@ -251,6 +257,40 @@ def test_rows_step_as_their_tensors_do() -> None:
     assert extent.values == (24, 32, 64, 48, 16, 384, 464, gap_factor(24, 4), 16, 3, 0, 0.0)
     dense = extent_of(signature, 24, 16, {}, group=0)
     assert (dense.strides, dense.gaps, dense.gap_factor) == ((16,) * 4, (0, 0), 0)
+
+
+@pytest.mark.parametrize("heads", [1, 3, 32, 40])
+@pytest.mark.parametrize("groups", [1, 7, 100])
+def test_what_a_group_shares_is_found_by_two_products(heads: int, groups: int) -> None:
+    count = 97 * heads - heads // 2  # of rows; the last group is not full
+    factor, of_period, period, wide = of_groups(count, heads, groups, wide=True)
+    assert wide == 1 and period == (0 if groups >= 97 else groups)
+    for at in range(count):
+        found = at * factor >> 32
+        assert found == at // heads
+        assert found - (found * of_period >> 32) * period == found % groups
+
+
+@given(st.integers(1, 1 << 32), st.integers(1, 1 << 20), st.randoms(use_true_random=False))
+def test_a_factor_divides_every_number_or_there_is_none(
+    numbers: int, divisor: int, random: Random
+) -> None:
+    factor = division_factor(numbers, divisor)
+    if not factor:
+        assert numbers * divisor > 1 << 32 and (1 << 32) % divisor
+        return
+    chosen = [random.randrange(numbers) for _ in range(20)]
+    edges = [(numbers - 1) // divisor * divisor - i for i in range(2)]
+    for one in (*chosen, *(edge for edge in edges if edge >= 0), numbers - 1):
+        assert one * factor >> 32 == one // divisor
+        assert one * factor < 1 << 64
+
+
+def test_rows_beyond_what_kernels_number_are_refused() -> None:
+    with pytest.raises(ValueError, match="kernels cannot number 2000000000 rows, 24 to each"):
+        of_groups(2_000_000_000, 24, 1 << 27, wide=False)
+    with pytest.raises(ValueError, match="160000 rows, 1 to each of 40000 groups"):
+        of_groups(160_000, 1, 40_000, wide=False)
 
 
 class At:

@@ -74,6 +74,11 @@ def fragments(v: Variant) -> set[str]:
     chosen |= {f"rows_{v['pipeline']}", "row_sum_cta" if v["cluster"] == 1 else "row_sum_cluster"}
     if v["pipeline"] == "producer":
         chosen = chosen - {"row_sum", "row_sum_cluster"} | {"primitives_producer"}
+    if v.signature.pairs:
+        chosen |= {"pairs", "groups"}
+        chosen |= {"weight_pairs"} if v.signature.columns.paired else set()
+    if not v.signature.sums:
+        chosen -= {"row_blocks", "partial_dw", "dw_output", "dw_context"}
     if "sum_partials" in chosen and v["cluster"] > 1 and not v.exact:
         chosen = chosen - {"sum_partials"} | {"sum_partials_any_row", "row_part"}
     return chosen
@@ -133,6 +138,11 @@ def test_every_fragment_is_used_by_some_variant() -> None:
         )
         v = plain_variant(problem, find_target("h200"), strategy=strategy, pipeline=pipeline)
         assert present(render(v)) == fragments(v)
+        used |= fragments(v)
+    for direction, strategy in (("forward", "none"), ("backward", "column_slices")):
+        of_heads = Problem.parse(SHAPE, f"rmsnorm_rope_{direction}")
+        v = plain_variant(of_heads, find_target("h200"), strategy=strategy)
+        assert present(render(v)) == fragments(v) - {"rows", "rows_direct"}  # of other tensors
         used |= fragments(v)
     producer = plain_variant(SHAPE, find_target("h200")).config
     knobs = {"pipeline": "producer", "stages": 3, "rows_per_cta": 2, "column_sums": "late"}

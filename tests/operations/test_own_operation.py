@@ -203,6 +203,7 @@ REFUSED = {
     "a forward that saves nothing": ("py", '{"y": y}', "{}", "to the incoming gradient"),
     "an output never written": ("cu.j2", "{{ dx }} =", "const float dx =", "never writes {{ dx }}"),
     "no row sum": ("cu.j2", "row_sums[0]", "y", "never adds to {{ row_sums[0] }}"),
+    "pairs of columns": ("py", 'rows("y")', 'rows("y", paired=True)', "of the library alone"),
     "a broken template": ("cu.j2", "{% endblock %}", "{% endblok %}", "is no template"),
 }
 

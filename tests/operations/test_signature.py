@@ -24,6 +24,7 @@ from normforge.operations.signature import (
     added_rows,
     columns,
     copied_rows,
+    group,
     row,
     rows,
     rows_out,
@@ -69,6 +70,11 @@ REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
         {},
         "adds one tensor of rows at most",
     ),
+    "pairs of a number of a row": (
+        (*FINE, Tensor("r", "row", paired=True)),
+        {},
+        "r cannot be read in pairs: rows that are read early and columns can",
+    ),
     "no row sum": (FINE, {"row_sums": 0}, "1 to 4 row sums, got 0"),
     "too many row sums": (FINE, {"row_sums": 5}, "1 to 4 row sums, got 5"),
 }
@@ -86,7 +92,8 @@ def test_what_no_row_kernel_can_have_is_one_sentence(name: str) -> None:
 def test_no_tensor_has_the_name_of_another_argument() -> None:
     """Other arguments are those that the structure of every kernel has."""
     others = ("counters", "zeroed", "scratch", "rows", "gaps", "columns", "group")
-    for name in (*others, "dw_mode", "weight_offset"):
+    of_groups = ("heads", "group_factor", "period_factor", "period", "wide_groups")
+    for name in (*others, "dw_mode", "weight_offset", *of_groups):
         with pytest.raises(ValueError, match=f"cannot be called '{name}'"):
             Signature(*FINE, row(name))
 
@@ -107,7 +114,19 @@ def test_tensors_are_found_by_what_kernels_do_with_them() -> None:
     assert signature["b"] is b
     with pytest.raises(KeyError):
         signature["z"]
+    assert (signature.groups, signature.paired, signature.pairs) == ((), (), False)
     assert Signature(*FINE).column_sums == 0
+
+
+def test_a_signature_knows_of_pairs_of_columns() -> None:
+    shared, paired = group("c"), rows("p", paired=True)
+    signature = Signature(*FINE, shared)
+    assert (signature.groups, signature.paired, signature.pairs) == ((shared,), (), True)
+    assert signature.strided == (*FINE, shared)
+    assert shared in signature.leading and shared.cpp == "const void* c;"
+    signature = Signature(*FINE, paired)
+    assert (signature.groups, signature.paired, signature.pairs) == ((), (paired,), True)
+    assert Signature(*FINE, columns("g", paired=True)).pairs
 
 
 def test_a_signature_made_from_another_one_differs_in_what_is_said() -> None:
@@ -285,6 +304,19 @@ def test_numbers_of_a_row_come_in_any_shape_and_rows_in_any_dtype(operation: Row
     }
     found = evaluate(operation, narrow | numbers)
     assert {out.dtype for out in found.values()} == {torch.float32}  # rounded by whoever asks
+
+
+def test_a_rotated_norm_is_what_its_backward_is_of() -> None:
+    given, _ = drawn(operations.RMSNORM_ROPE_BACKWARD)
+    del given["dy"]
+    assert operations.RMSNORM_ROPE_BACKWARD.forward is not None
+    wanted, _ = operations.RMSNORM_ROPE_BACKWARD.forward(given["x"], given["weight"])
+    found = evaluate(operations.RMSNORM_ROPE_FORWARD, given)
+    torch.testing.assert_close(found["y"], wanted)
+    n = torch.nn.functional.rms_norm(given["x"], (N,), given["weight"], given["eps"])
+    cos, sin = (torch.cat((given[name],) * 2, -1) for name in ("cos", "sin"))
+    turned = torch.cat((-n[:, N // 2 :], n[:, : N // 2]), -1)  # rotate_half, as models have it
+    torch.testing.assert_close(found["y"], n * cos + turned * sin)
 
 
 @pytest.mark.parametrize("kind", operations.GATED_FORWARDS)

@@ -104,6 +104,9 @@ class ForwardArguments(NamedTuple):
 _FORWARD = struct.Struct("@6Q2f4qiI")
 
 
+OF_GROUPS = ("group_factor", "period_factor", "period", "wide_groups")
+
+
 def argument_names(signature: Signature) -> tuple[str, ...]:
     """The arguments of a main kernel in their order; test_argument_layout.py compares them with the
     structure in the kernel's source."""
@@ -121,6 +124,7 @@ def argument_names(signature: Signature) -> tuple[str, ...]:
         "dw_mode",
         "weight_offset",
         *(tensor.name for tensor in (*signature.behind, *signature.numbers)),
+        *(OF_GROUPS if signature.groups else ()),
     )
 
 

@@ -51,6 +51,8 @@ def seeded(operation: Operation, inputs: Any) -> Any:
                 _take_back(first, second)
             else:
                 second.copy_(first)
+        for group in signature.groups:  # alike in both halves
+            changed[group.name] = changed[group.name][:1].clone()
     return replace(inputs, **changed)
 
 

@@ -1,0 +1,28 @@
+"""RMSNorm of heads with the rotary embedding behind it, and its backward, as the tuner knows
+them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from generator.operations.rows import inputs_class, row_operation
+from generator.problem import Problem
+from normforge import operations
+
+RMSNORM_ROPE_BACKWARD = row_operation(operations.RMSNORM_ROPE_BACKWARD)
+
+
+def make_inputs(problem: Problem, device: torch.device, **how: Any) -> Any:
+    """Make the inputs of the backward, but for the incoming gradient. how: as for it."""
+    given = RMSNORM_ROPE_BACKWARD.make_inputs(problem, device, **how)
+    made = inputs_class(operations.RMSNORM_ROPE_FORWARD.signature)
+    return made(given.x, given.weight, given.cos, given.sin, given.eps, given.offset)
+
+
+RMSNORM_ROPE_FORWARD = row_operation(
+    operations.RMSNORM_ROPE_FORWARD,
+    make_inputs=make_inputs,
+    make_cancelling=lambda problem, inputs, seed=1: inputs,
+)

@@ -1,0 +1,233 @@
+"""RMSNorm of heads with the rotary embedding behind it, and its backward, in the emulator: every
+pipeline, strategy and way to a partner against float64, under many schedules."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from generator.emulate import check_variant, find_compiler
+from generator.emulate.check import CPU, check_source, small_launch
+from generator.emulate.run import CallOptions
+from generator.kernels.render import render
+from generator.kernels.variant import Variant
+from generator.operations import OPERATIONS
+from generator.operations.rows import make_reference
+from generator.problem import Problem
+from generator.target import Target
+from normforge import operations as library
+from normforge.launch.kernel_arguments import DW_ADDED, DW_IN_FP32
+from tests.support.emulator import run_to_one_result, small_variant
+from tests.support.samples import DETERMINISTIC, plain_variant, space_of
+
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
+
+FORWARD, BACKWARD = "rmsnorm_rope_forward", "rmsnorm_rope_backward"
+of_name = pytest.mark.parametrize("name", [FORWARD, BACKWARD])
+PIPELINES: dict[str, dict[str, int | str]] = {
+    "direct": {"pipeline": "direct"},
+    "bulk": {"pipeline": "bulk", "stages": 2, "rows_in_flight": 2},
+    "async": {"pipeline": "async", "stages": 2, "reload": "smem", "weight_in": "smem"},
+    "producer": {"pipeline": "producer", "stages": 3, "rows_per_cta": 3, "reload": "smem"},
+}
+
+
+def small(problem: Problem, target: Target, **knobs: int | str) -> Variant:
+    strategy = "none" if problem.operation == FORWARD else "column_slices"
+    return plain_variant(replace(problem, M=4096), target, **{"strategy": strategy, **knobs})
+
+
+def of_heads(problem: Problem, target: Target, threads_per_row: int) -> Variant:
+    return small(problem, target, threads_per_row=threads_per_row, rows_per_cta=8)
+
+
+def fault_of(variant: Variant, problem: Problem, inputs: Any) -> str:
+    """Compare the outputs for these inputs with float64: "" or what is off."""
+    found = run_to_one_result(variant, inputs)
+    operation = library.OPERATIONS[problem.operation]
+    reference = make_reference(operation, problem, inputs)
+    for name, exact in reference.outputs.items():
+        unit = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}[problem.dtype]
+        slack = unit * exact.abs() + 64 * 2.0**-24 * reference.scales[name] + 1e-30
+        if bool(((found[name].double() - exact).abs() > slack).any()):
+            return name
+    return ""
+
+
+@pytest.mark.sampled(10)
+@pytest.mark.parametrize("pipeline", PIPELINES)
+@pytest.mark.parametrize("reduction", DETERMINISTIC)
+def test_deterministic_reduction_gives_one_set_of_right_bits(
+    reduction: str, pipeline: str, target: Target
+) -> None:
+    shape = f"{BACKWARD}:42x1024:bf16"
+    variant = small_variant(shape, reduction, target, **PIPELINES[pipeline])
+    check = check_variant(variant, Problem.parse(shape), schedules=20, seed=2026, all_rows=True)
+    assert check.problems == ()
+    assert (check.schedules, check.distinct_results) == (20, 1)
+    assert check.errors.keys() == {"dx", "dw"}
+
+
+@pytest.mark.parametrize("pipeline", ["direct", "bulk", "async"])
+def test_every_schedule_gives_one_set_of_right_bits(pipeline: str, target: Target) -> None:
+    problem = Problem.parse("42x1024:bf16", FORWARD)
+    knobs = {**PIPELINES[pipeline], "grid": "full", "weight_in": "registers"}
+    variant = small(problem, target, **knobs)
+    check = check_variant(variant, problem, schedules=5, seed=2026, all_rows=True)
+    assert check.problems == ()
+    assert (check.distinct_results, check.errors.keys()) == (1, {"y"})
+
+
+@pytest.mark.parametrize(
+    ("shape", "threads_per_row"),
+    [
+        *(("203x128:bf16", threads) for threads in (8, 16, 32)),
+        ("61x64:fp16:fp32", 8),
+        ("97x96:bf16", 16),
+        *(("97x128:fp32+offset", threads) for threads in (8, 16, 32)),
+        *(("77x256:bf16", threads) for threads in (8, 16, 32)),
+        ("45x96:fp32", 8),
+    ],
+)
+@of_name
+def test_heads(name: str, shape: str, threads_per_row: int, target: Target) -> None:
+    """Partners are a thread's own, a shuffle away, or read again."""
+    problem = Problem.parse(shape, name)
+    variant = of_heads(problem, target, threads_per_row)
+    assert check_variant(variant, problem, schedules=3, all_rows=True).problems == ()
+
+
+@of_name
+def test_ways_to_a_partner_give_the_same_bits(name: str, target: Target) -> None:
+    """Their row sums are added alike where a thread has one vector, or two in the other order."""
+    problem = Problem.parse("70x128:bf16", name)
+    inputs = OPERATIONS[name].make_inputs(problem, CPU)
+    shuffled = of_heads(problem, target, 16)
+    source = render(shuffled)
+    read_again = source.replace("kNoneIdle && kVectors == 1", "kVectors < 0")
+    assert read_again != source
+    spec, launch = small_launch(shuffled, problem.M)
+    check = check_source(read_again, spec, launch, problem, schedules=3)
+    assert check.problems == ()
+    assert run_to_one_result(shuffled, inputs).keys() == check.errors.keys()
+
+
+@of_name
+def test_a_cluster_reads_partners_of_other_ctas_again(name: str, target: Target) -> None:
+    problem = Problem.parse("37x8192:bf16", name)
+    variant = small(problem, target, cluster=2, threads_per_row=256)
+    assert check_variant(variant, problem, schedules=3, all_rows=True).problems == ()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "groups"), [(1, 70), (5, 14), (7, 3), (32, 1), (40, 2), (3, 5)])
+@of_name
+def test_groups_of_any_size_share_numbers_of_either_dtype(
+    name: str, heads: int, groups: int, dtype: torch.dtype, target: Target
+) -> None:
+    """Where there are fewer numbers than groups, as of a sequence in a batch, they repeat."""
+    problem = Problem.parse("70x64:bf16", name)
+    given = OPERATIONS[name].make_inputs(problem, CPU)
+    generator = torch.Generator().manual_seed(heads)
+    cos, sin = (torch.randn(groups, 32, generator=generator).to(dtype) for _ in range(2))
+    inputs = replace(given, cos=cos, sin=sin, heads=heads)
+    variant = of_heads(problem, target, 8)
+    assert fault_of(variant, problem, inputs) == ""
+    wrong = replace(inputs, heads=heads + 1, cos=cos * 1.5)
+    assert fault_of(variant, problem, wrong) == ""
+    found, other = run_to_one_result(variant, inputs), run_to_one_result(variant, wrong)
+    assert not any(torch.equal(found[out], other[out]) for out in found)
+
+
+@of_name
+def test_numbers_of_16_bits_are_those_of_32(name: str, target: Target) -> None:
+    problem = Problem.parse("70x128:fp16", name)
+    given = OPERATIONS[name].make_inputs(problem, CPU)
+    narrow = replace(given, cos=given.cos.half(), sin=given.sin.half())
+    wide = replace(given, cos=narrow.cos.float(), sin=narrow.sin.float())
+    variant = of_heads(problem, target, 8)
+    found, same = run_to_one_result(variant, narrow), run_to_one_result(variant, wide)
+    assert all(torch.equal(found[out], same[out]) for out in found)
+
+
+PLANTED = [
+    (FORWARD, "(rows.column(j) < kHalf) ? -rotated", "false ? -rotated", r"y\[.* are off"),
+    (FORWARD, "weight_of(partner_w, i", "weight_of(w, i", r"y\[.* are off"),
+    (FORWARD, "kThreadsPerRow / 2", "1", r"y\[.* are off"),
+    (FORWARD, "(group - quotient", "(0 * group - quotient", r"y\[.* are off"),
+    (BACKWARD, "(rows.column(j) < kHalf) ?", "true ?", r"dx\[.* are off"),
+    (BACKWARD, "__fmul_rn(correction, xe)", "0.0f", r"dx\[.* are off"),
+    (BACKWARD, "__fmaf_rn(xe, scaled, partial", "__fmaf_rn(scaled, scaled, partial", r"dw\["),
+]
+
+
+@pytest.mark.parametrize(("name", "old", "new", "found"), PLANTED)
+def test_planted_wrong_kernel_is_caught(
+    name: str, old: str, new: str, found: str, target: Target
+) -> None:
+    problem = Problem.parse("203x128:bf16", name)
+    variant = of_heads(problem, target, 16)
+    source = render(variant)
+    assert old in source
+    spec, launch = small_launch(variant, problem.M)
+    check = check_source(source.replace(old, new), spec, launch, problem, schedules=3)
+    assert any(re.search(found, said) for said in check.problems), check.problems
+
+
+@of_name
+def test_any_eps_is_that_of_the_call(name: str, target: Target) -> None:
+    problem = Problem.parse("42x64:fp32", name)
+    given = OPERATIONS[name].make_inputs(problem, CPU)
+    inputs = replace(given, x=given.x * 0.01, eps=0.25)
+    assert fault_of(of_heads(problem, target, 8), problem, inputs) == ""
+
+
+def test_it_is_what_pytorch_computes(target: Target) -> None:
+    """rotate_half as model code has it stands beside the formula of the operation."""
+    problem = Problem.parse("64x128:fp32", FORWARD)
+    inputs = OPERATIONS[FORWARD].make_inputs(problem, CPU)
+    found = run_to_one_result(of_heads(problem, target, 16), inputs)["y"].double()
+    n = torch.nn.functional.rms_norm(inputs.x.double(), (128,), inputs.weight.double(), inputs.eps)
+    cos, sin = (
+        torch.cat((one, one), -1).double().repeat_interleave(32, 0)
+        for one in (inputs.cos, inputs.sin)
+    )
+    wanted = n * cos + torch.cat((-n[:, 64:], n[:, :64]), -1) * sin
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+@of_name
+def test_what_a_call_asks_for_has_the_bits_of_a_plain_call(name: str, target: Target) -> None:
+    problem = Problem.parse("42x64:bf16", name)
+    variant = of_heads(problem, target, 8)
+    inputs = OPERATIONS[name].make_inputs(problem, CPU)
+    plain = run_to_one_result(variant, inputs)
+    packed = run_to_one_result(variant, inputs, CallOptions(inner=7))
+    assert all(torch.equal(packed[out], plain[out]) for out in plain)
+    if name == FORWARD:
+        return
+    for left_out in plain:
+        found = run_to_one_result(variant, inputs, CallOptions(without=frozenset([left_out])))
+        assert found.keys() == plain.keys() - {left_out}
+        assert all(torch.equal(found[out], plain[out]) for out in found)
+    wide = run_to_one_result(variant, inputs, CallOptions(dw_mode=DW_IN_FP32))["dw"]
+    assert torch.equal(wide.to(torch.bfloat16), plain["dw"])
+    start = torch.linspace(-3, 5, 64)
+    added = run_to_one_result(variant, inputs, CallOptions(dw_mode=DW_ADDED, added_to=start))["dw"]
+    assert torch.equal(added, start + wide)
+
+
+@of_name
+def test_half_a_row_that_is_no_whole_number_of_vectors_is_refused(
+    name: str, target: Target
+) -> None:
+    problem = Problem.parse("4096x72:bf16", name)
+    space = space_of(name)
+    known = of_heads(replace(problem, N=64), target, 8).config
+    rejection = space.reject(space.normalize(known, problem, target), problem, target)
+    assert rejection is not None and rejection.rule == "pairs"
+    assert "half a row of 72 columns is no whole number of vectors of 8" in rejection.sentence
