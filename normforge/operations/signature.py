@@ -229,7 +229,7 @@ class Signature:
 
     @cached_property
     def pairs(self) -> bool:
-        """Whether kernels have to know of pairs of columns."""
+        """True where kernels have to know of pairs of columns."""
         return bool(self.groups) or any(tensor.paired for tensor in self.tensors)
 
     @cached_property

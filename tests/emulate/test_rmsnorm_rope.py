@@ -129,7 +129,7 @@ def test_a_cluster_reads_partners_of_other_ctas_again(name: str, target: Target)
 def test_groups_of_any_size_share_numbers_of_either_dtype(
     name: str, heads: int, groups: int, dtype: torch.dtype, target: Target
 ) -> None:
-    """Where there are fewer numbers than groups, as of a sequence in a batch, they repeat."""
+    """The numbers repeat where they are fewer than groups, as those of a sequence in a batch."""
     problem = Problem.parse("70x64:bf16", name)
     given = OPERATIONS[name].make_inputs(problem, CPU)
     generator = torch.Generator().manual_seed(heads)

@@ -114,10 +114,8 @@ def has_configs(reduction: str, problem: Problem) -> bool:
     space = space_of(problem.operation)
     values = {knob.name: knob.values for knob in space.knobs}
     fixed = [(entry.widths, entry.dtypes) for entry in space.fixed]
-    if problem.signature.pairs and problem.N % 2:
-        return False
     return all(value in values[name] for name, value in REDUCTION[reduction].items()) and (
-        not fixed
+        (not fixed and problem.N % 2 <= (not problem.signature.pairs))
         or any(problem.N in widths and problem.dtype in dtypes for widths, dtypes in fixed)
     )
 
