@@ -4,8 +4,8 @@
 
 Each call is served by the package in generated/ for the GPU that its tensors are on, and without a
 GPU by PyTorch on the CPU. `normforge.layernorm` has the functions of LayerNorm, `normforge.gated`
-those of gated RMSNorms, and `normforge.batch_invariant` those of norms whose bits do not depend on
-the batch.
+those of gated RMSNorms, `normforge.rope` those of RMSNorm with the rotary embedding behind it, and
+`normforge.batch_invariant` those of norms whose bits do not depend on the batch.
 
 A package is chosen when a name is first used, without initialising CUDA, so that a program can fork
 afterwards (with several kinds of GPU, only if CUDA_DEVICE_ORDER=PCI_BUS_ID is set).
@@ -34,8 +34,10 @@ __all__ = [
     "installed",
     "operators",
     "patch",
+    "qk_norm_rope",
     "rms_norm",
     "rms_norm_gated",
+    "rms_norm_rope",
     "rmsnorm_backward",
     "rmsnorm_forward",
     "uninstall",
@@ -61,14 +63,18 @@ def names_of(operation: str, module: str, names: Sequence[str]) -> Callable[[str
 
 
 _serving = "rmsnorm"  # the module whose names these are
-_MODULES = ("batch_invariant", "gated", "layernorm", "rmsnorm")
-_GATED = ("RMSNormGated", "rms_norm_gated")
+_MODULES = ("batch_invariant", "gated", "layernorm", "rmsnorm", "rope")
+_ELSEWHERE = {
+    **dict.fromkeys(("RMSNormGated", "rms_norm_gated"), "gated"),
+    **dict.fromkeys(("qk_norm_rope", "rms_norm_rope"), "rope"),
+}
 
 if TYPE_CHECKING:
     from . import batch_invariant as batch_invariant
     from . import gated as gated
     from . import layernorm as layernorm
     from . import rmsnorm as rmsnorm
+    from . import rope as rope
     from .gated import RMSNormGated, rms_norm_gated
     from .rmsnorm import (
         PROVENANCE,
@@ -88,6 +94,7 @@ if TYPE_CHECKING:
         use_native,
         warmup,
     )
+    from .rope import qk_norm_rope, rms_norm_rope
     from .serve.collect import Recorder
 else:
 
@@ -96,7 +103,7 @@ else:
             return import_module(f"{__name__}.{name}")
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        module = "gated" if name in _GATED else _serving
+        module = _ELSEWHERE.get(name, _serving)
         value = globals()[name] = getattr(import_module(f"{__name__}.{module}"), name)
         return value
 
@@ -149,3 +156,4 @@ def chosen_package(operation: str) -> Any:
 # have no use for them, and none for PyTorch, whose import takes seconds.
 if not getattr(sys.modules.get("generator"), "IMPORTS_PYTORCH_LATER", False):
     import_module(f"{__name__}.gated_packages")
+    import_module(f"{__name__}.rope_packages")

@@ -25,9 +25,10 @@ from .frontends.layer_norm import LayerNormPackage
 from .frontends.layer_norm_operators import LayerNormOperators
 from .frontends.operators import Operators
 from .frontends.package import NormPackage
-from .operations import GATED
+from .frontends.rope import RotatedPackage
+from .operations import GATED, ROTATED
 from .own import NAME, OwnPackage
-from .serve.kernels import Kernels
+from .serve.kernels import Kernels, Source
 from .serve.warn_once import WarnOnce
 from .table import TABLE, runs_on
 
@@ -40,6 +41,8 @@ _LIBRARY: dict[str, tuple[type[NormPackage], str]] = {
 }
 """The functions of an operation's packages, and the module that has those of all of them, by
 operation."""
+_ROWS: dict[str, Any] = dict.fromkeys(GATED, GatedPackage) | dict.fromkeys(ROTATED, RotatedPackage)
+"""The functions of the packages of other operations, of which several have one module."""
 
 
 class Tuned(NamedTuple):
@@ -234,6 +237,16 @@ def _choose(operation: str) -> NormPackage:
     return made
 
 
+def source_of_packages(operation: str) -> Source | str:
+    """Return the kernels of an operation, by the GPU, or why there are none."""
+    if not tuned_packages(operation):
+        return f"there is no tuned package of {operation}"
+    try:
+        return Chosen(operation)
+    except RuntimeError as error:
+        return str(error)
+
+
 _opened: dict[tuple[str, str], Path] = {}
 
 
@@ -245,17 +258,18 @@ def open_package(file: str, module: str, operation: str) -> Any:
     the library does not know, ValueError and OSError for a damaged package."""
     if operation not in _LIBRARY and (Path(file).resolve().parent / NAME).exists():
         return OwnPackage(Path(file).resolve().parent, module)
-    if operation not in (*_LIBRARY, *GATED):
+    if operation not in (*_LIBRARY, *_ROWS):
         raise ImportError(
             f"{module} is a package of {operation}, which this version of Normforge does not know: "
-            f"install one that does. It knows {', '.join((*_LIBRARY, *GATED))}"
+            f"install one that does. It knows {', '.join((*_LIBRARY, *_ROWS))}"
         )
     folder = Path(file).resolve().parent
     ours = folder.parent.parent in _roots()
     name = "/".join(folder.parts[-2:]) if ours else module
     if _opened.setdefault((operation, name), folder) != folder:
         name = str(folder)
-    return (GatedPackage if operation in GATED else _LIBRARY[operation][0])(folder, name)
+    made: Any = _ROWS[operation] if operation in _ROWS else _LIBRARY[operation][0]
+    return made(folder, name)
 
 
 # ---- Packages that a graph asks for --------------------------------------------------------------

@@ -18,7 +18,12 @@ from generator.paths import REPOSITORY
 FUNCTION = re.compile(r"(<!-- function: ([\w.]+) -->\n).*?(<!-- end of function -->)", re.S)
 """Matches the generated text, from a mark with the path of a function or class to the next mark."""
 TITLES = {"Args": "Arguments", "Returns": "Returns", "Raises": "Raises"}
-PREFIXES = {"batch_invariant": "batch_invariant.", "layer_norm": "layernorm.", "gated": "gated."}
+PREFIXES = {
+    "batch_invariant": "batch_invariant.",
+    "layer_norm": "layernorm.",
+    "gated": "gated.",
+    "rope": "rope.",
+}
 """Modules of users, by a part of the path of what is in them."""
 Definition = ast.FunctionDef | ast.ClassDef
 

@@ -7,11 +7,18 @@ from typing import Any
 
 import torch
 
+from generator.operations.operation import FrontEnd
 from generator.operations.rows import inputs_class, row_operation
 from generator.problem import Problem
 from normforge import operations
 
-RMSNORM_ROPE_BACKWARD = row_operation(operations.RMSNORM_ROPE_BACKWARD)
+FRONT_END = FrontEnd(
+    norm="",
+    module="frontends.rope",
+    package="RotatedPackage",
+    functions=("explain", "operators", "qk_norm_rope", "rms_norm_rope"),
+)
+RMSNORM_ROPE_BACKWARD = row_operation(operations.RMSNORM_ROPE_BACKWARD, FRONT_END)
 
 
 def make_inputs(problem: Problem, device: torch.device, **how: Any) -> Any:
@@ -23,6 +30,7 @@ def make_inputs(problem: Problem, device: torch.device, **how: Any) -> Any:
 
 RMSNORM_ROPE_FORWARD = row_operation(
     operations.RMSNORM_ROPE_FORWARD,
+    FRONT_END,
     make_inputs=make_inputs,
     make_cancelling=lambda problem, inputs, seed=1: inputs,
 )

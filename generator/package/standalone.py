@@ -36,6 +36,8 @@ _OF_ALL_PACKAGES = (
     "layernorm",
     "gated",
     "gated_packages",
+    "rope",
+    "rope_packages",
     "torchtitan",
 )
 """Modules of the library that choose between packages; a package has no use for them."""

@@ -10,40 +10,32 @@ from typing import Any
 
 import torch
 
-from ..operations import GATED, GATED_BACKWARDS, GATED_FORWARDS, RowOperation
-from ..serve.kernels import Source, source_of
+from ..operations import GATED, GATED_BACKWARDS, GATED_FORWARDS
+from ..serve.kernels import Source
 from ..serve.options import SMALLEST_EPS
-from ..serve.rows import RowServer
-from ..table import Table
 from ..torch_internals import float_of, served_dtype
 from .gated_checks import check_gated, kind_of
 from .gated_module import RMSNormGated
 from .gated_node import SERVED, Gradients, formula, gated_norm, gradients_by_formula
 from .gated_patch import forward_that_serves, is_gated
-from .library import namespace
 from .package import _package_of
 from .patch import REMADE, is_served, original_forward, replace_forwards, unpatch
+from .row_functions import OneOperation, RowFunctions
 from .tried import eps_of
 
 _LAYER = "RMSNormGated"
 
 
-class GatedFunctions:
+class GatedFunctions(RowFunctions):
     """The functions of gated RMSNorms. Safe to use from several threads."""
 
     def __init__(self, sources: Callable[[str], Source | str], name: str) -> None:
-        """sources: by operation, where its kernels are, or why there are none; asked at the first
-        call that needs them. name: by which the operator knows it."""
-        self.name, self._sources = name, sources
-        self._servers: dict[str, RowServer] = {}
-        SERVED.add(name, self)
+        """sources, name: as of RowFunctions."""
+        super().__init__(sources, name, SERVED)
         # A class per package, under a name by which pickle finds it.
         members = {"_package": property(lambda _: self), "__doc__": RMSNormGated.__doc__}
         self.RMSNormGated: type[RMSNormGated] = type("RMSNormGated", (RMSNormGated,), members)
         self._forwards: dict[Any, Any] = {}
-
-    def __deepcopy__(self, _: Any) -> GatedFunctions:
-        return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle a reference to the module, so that patched models can be pickled. Raises
@@ -52,26 +44,6 @@ class GatedFunctions:
         if _package_of(module) is not self:
             raise PicklingError(f"no module has the functions of {self.name}")
         return _package_of, (module,)
-
-    def retire(self) -> None:
-        """Do nothing: another package has taken the name, and nothing has to be given back."""
-
-    def of_form(self, form: str) -> Any:
-        """Raise LookupError: there are no forms of such packages."""
-        raise LookupError(form)
-
-    @property
-    def operators(self) -> Any:
-        """The operators, as torch.compile and policies of selective checkpointing see them."""
-        return getattr(torch.ops, namespace)
-
-    def server(self, operation: RowOperation) -> RowServer:
-        """Return the server of the calls of an operation."""
-        found = self._servers.get(operation.name)
-        if found is None:
-            made = RowServer(operation, self._sources(operation.name))
-            found = self._servers.setdefault(operation.name, made)
-        return found
 
     def explain(
         self,
@@ -245,21 +217,10 @@ class GatedPackage(GatedFunctions):
     def __init__(self, of: Path, name: str = "") -> None:
         """Raises ValueError for a damaged package and one of another operation, OSError for
         none."""
-        self.folder = of
-        self.operation = next((k.spec.operation for k in Table.load(of).kernels()), "")
-        if self.operation not in GATED:
-            raise ValueError(f"{of} has no kernels of a gated RMSNorm, nor of its backward")
-        self._source = source_of(of, self.operation)
-        super().__init__(self._source_of, name or str(of))
-
-    def _source_of(self, operation: str) -> Source | str:
-        if operation == self.operation:
-            return self._source
-        return f"{self.name} has kernels of {self.operation} alone"
+        self._kernels = OneOperation(of, GATED, "a gated RMSNorm, nor of its backward")
+        super().__init__(self._kernels.source_for(name or str(of)), name or str(of))
 
     @property
     def provenance(self) -> dict[str, Any]:
         """The target, and how the kernel of every tuned shape was found and checked."""
-        table = self._source(None).backward
-        shapes = {entry.shape: dict(entry.provenance) for entry in table.tuned}
-        return {"target": table.target, "shapes": shapes}
+        return self._kernels.provenance

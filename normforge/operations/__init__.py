@@ -29,6 +29,9 @@ RMSNORM_INVARIANT_BACKWARD = replace(RMSNORM_BACKWARD, name="rmsnorm_invariant_b
 GATED = tuple(o.name for some in (GATED_BACKWARDS, GATED_FORWARDS) for o in some.values())
 """The operations of gated norms, by name."""
 
+ROTATED = (RMSNORM_ROPE_BACKWARD.name, RMSNORM_ROPE_FORWARD.name)
+"""The operations of RMSNorm with the rotary embedding, by name."""
+
 OPERATIONS: dict[str, RowOperation] = {
     operation.name: operation
     for operation in (
@@ -67,6 +70,7 @@ __all__ = [
     "RMSNORM_INVARIANT_BACKWARD",
     "RMSNORM_ROPE_BACKWARD",
     "RMSNORM_ROPE_FORWARD",
+    "ROTATED",
     "RowOperation",
     "Signature",
     "added_rows",

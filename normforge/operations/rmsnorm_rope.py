@@ -1,5 +1,5 @@
-"""RMSNorm of heads and the rotary embedding behind it, forward and backward, as in Qwen 3, Gemma 3
-and OLMo 2 (Su et al., "RoFormer", 2021; rotate_half as in GPT-NeoX): y = n * cos + rotate_half(n) *
+"""RMSNorm of heads and the rotary embedding behind it, forward and backward, as in Qwen 3 and Gemma
+3 (Su et al., "RoFormer", 2021; rotate_half as in GPT-NeoX): y = n * cos + rotate_half(n) *
 sin with n = norm(x) * w.
 
 A kernel of the backward computes rstd again from the rows, so that a forward saves nothing but its

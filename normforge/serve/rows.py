@@ -27,6 +27,7 @@ from ..torch_internals import (
 )
 from .checks import FLOATS, foreign_device
 from .collect import collecting
+from .groups import check_group, matrices_of_groups
 from .kernels import Source
 from .options import DTYPES
 from .warn_once import WarnOnce
@@ -51,8 +52,8 @@ class RowServer:
     def __call__(self, tensors: Tensors) -> dict[str, torch.Tensor]:
         """All outputs by name, but for copies that are not asked for: those with rows in the dtype
         and shape of the first input, sums in that of the columns. tensors: the inputs by name, rows
-        of shape (..., N), numbers as a float. Raises TypeError or ValueError, in one sentence, for
-        what does not fit together."""
+        of shape (..., N), numbers as a float, what groups share as groups.py says. Raises TypeError
+        or ValueError, in one sentence, for what does not fit together."""
         x = self._check(tensors)
         self.count(x, self._columns_of(tensors), added_to(self.operation.signature, tensors))
         if not self.is_without_kernels(x):
@@ -158,6 +159,9 @@ class RowServer:
         N, wide = x.shape[-1], wide_dtype(x)
         dtypes = {"rows": (x.dtype,), "row": (torch.float32, wide)}.get(tensor.role, FLOATS)
         dtypes = FLOATS if tensor.late else dtypes
+        if tensor.role == "group":
+            check_group(tensor.name, given, x)
+            return
         if given.dtype not in dtypes:
             raise TypeError(f"{tensor.name} must be of {dtypes[0]}, got {given.dtype}")
         fits = given.shape == x.shape
@@ -210,8 +214,15 @@ class RowServer:
             return choice.reason
         loaded = kernels.loaded.get(choice.kernel)
         launch = plan_launch(choice.kernel.spec, x.numel() // N)
+        if signature.groups:
+            matrices = matrices_of_groups(signature, given, x)
+            layouts |= {name: RowLayout(matrix.stride(0)) for name, matrix in matrices.items()}
+            given |= matrices | {"heads": x.shape[-2]}
+        try:
+            extent = extent_of(signature, x.numel() // N, N, layouts, launch.group, given)
+        except ValueError as error:  # too many rows
+            return str(error)
         made = self.outputs(x, given)
-        extent = extent_of(signature, x.numel() // N, N, layouts, launch.group, given)
         self._launch(loaded, launch, extent, {**given, **made})
         return made
 

@@ -115,7 +115,7 @@ def has_configs(reduction: str, problem: Problem) -> bool:
     values = {knob.name: knob.values for knob in space.knobs}
     fixed = [(entry.widths, entry.dtypes) for entry in space.fixed]
     return all(value in values[name] for name, value in REDUCTION[reduction].items()) and (
-        (not fixed and problem.N % 2 <= (not problem.signature.pairs))
+        (not fixed and not (problem.signature.pairs and problem.N % 2))
         or any(problem.N in widths and problem.dtype in dtypes for widths, dtypes in fixed)
     )
 

@@ -1,0 +1,147 @@
+"""RMSNorm of heads with the rotary embedding behind it: the functions of a package of it or its
+backward, or of those of all GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..operations import RMSNORM_ROPE_BACKWARD, RMSNORM_ROPE_FORWARD, ROTATED
+from ..serve.kernels import Source
+from ..serve.options import SMALLEST_EPS
+from ..torch_internals import float_of, served_dtype
+from .rope_checks import check_rotated, checked_heads, turns_of
+from .rope_node import SERVED, Gradients, formula, gradients_by_formula, rotated_norm
+from .row_functions import OneOperation, RowFunctions
+
+
+class RotatedFunctions(RowFunctions):
+    """The functions of RMSNorm with the rotary embedding. Safe to use from several threads."""
+
+    def __init__(self, sources: Callable[[str], Source | str], name: str) -> None:
+        """sources, name: as of RowFunctions."""
+        super().__init__(sources, name, SERVED)
+
+    def explain(
+        self, M: int, N: int, dtype: str, weight_dtype: str = "", *, forward: bool = False
+    ) -> dict[str, Any]:
+        """Say which kernel serves the backward (or the forward) of M aligned heads of N columns
+        ("bf16", "fp16" or "fp32"), and why."""
+        server = self.server(RMSNORM_ROPE_FORWARD if forward else RMSNORM_ROPE_BACKWARD)
+        return server.explain(M, N, dtype, weight_dtype)
+
+    def rms_norm_rope(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        eps: float = 1e-6,
+    ) -> torch.Tensor:
+        """Compute n * cos + rotate_half(n) * sin with n = norm(x) * weight, as attention does with
+        its queries and keys in Qwen 3 and Gemma 3. Differentiable in x and weight.
+
+        Both directions are kernels where such were tuned, else the formula in PyTorch. Under
+        torch.compile both are operators. Works under autocast (which changes nothing here),
+        activation checkpointing and CUDA graphs. Second derivatives, torch.func and tensor
+        subclasses use PyTorch's operators.
+
+        Args:
+            x: (..., H, D), bf16, fp16 or fp32: H heads of each token. Heads of a packed projection
+                are read where they lie.
+            weight: (D,), or None for ones. Its gradient has its dtype.
+            cos, sin: (..., D), or (..., D / 2) for the first half of the columns, which is read
+                alone: that of the second half is the same. Their other dimensions are those of x
+                without the heads, or 1 where they are repeated. They have no gradient.
+            eps: added to the mean square. Below 2^-96 the backward is PyTorch's operators.
+
+        Returns:
+            y in x's shape and dtype, computed in fp32 and rounded once.
+
+        Raises:
+            TypeError, ValueError: if the arguments do not fit together.
+        """
+        eps = float_of(eps)
+        check_rotated(x, weight, cos, sin, eps)
+        weight = served_dtype(weight, x)
+        return rotated_norm(x, weight, *turns_of(x, cos, sin), eps, self.name)
+
+    def qk_norm_rope(
+        self,
+        qkv: torch.Tensor,
+        q_weight: torch.Tensor | None,
+        k_weight: torch.Tensor | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        heads: tuple[int, int],
+        eps: float = 1e-6,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Compute `rms_norm_rope` of the queries and of the keys in a packed projection, without a
+        copy of them. Differentiable in qkv and the weights.
+
+        Args:
+            qkv: (..., (Hq + 2 * Hkv) * D): the heads of the queries, of the keys, and of the
+                values.
+            q_weight, k_weight: (D,), or None for ones.
+            cos, sin: as of `rms_norm_rope`.
+            heads: Hq and Hkv.
+            eps: as of `rms_norm_rope`.
+
+        Returns:
+            q of shape (..., Hq, D), k of (..., Hkv, D), and v, a view of qkv, of (..., Hkv, D).
+
+        Raises:
+            TypeError, ValueError: if the arguments do not fit together.
+        """
+        of_queries, of_keys, width = checked_heads(qkv, heads)
+        sizes = [of_queries * width, of_keys * width, of_keys * width]
+        q, k, v = (part.unflatten(-1, (-1, width)) for part in qkv.split(sizes, -1))
+        turned = self.rms_norm_rope(q, q_weight, cos, sin, eps)
+        return turned, self.rms_norm_rope(k, k_weight, cos, sin, eps), v
+
+    def forward(self, *given: Any) -> torch.Tensor:
+        """Return y without gradients, of arguments as of RotatedNorms."""
+        x, weight, cos, sin, eps = given
+        server = self.server(RMSNORM_ROPE_FORWARD)
+        if server.is_without_kernels(x):
+            server.count(x, weight)
+            with torch.no_grad():
+                return formula(*given)
+        tensors = {"x": x, "weight": weight, "cos": cos, "sin": sin, "eps": eps}
+        return server(tensors)["y"]
+
+    def backward(self, *given: Any) -> Gradients:
+        """Return dx and dw, of arguments as of RotatedNorms."""
+        dy, x, weight, cos, sin, eps = given
+        server = self.server(RMSNORM_ROPE_BACKWARD)
+        served = eps >= SMALLEST_EPS
+        if served and server.is_without_kernels(x):
+            server.count(x, weight)
+            served = False
+        if not served:
+            with torch.no_grad():
+                return gradients_by_formula(*given)
+        tensors = {"x": x, "dy": dy, "weight": weight, "cos": cos, "sin": sin, "eps": eps}
+        found = server(tensors)
+        return found["dx"], None if weight is None else found["dw"]
+
+
+class RotatedPackage(RotatedFunctions):
+    """The functions of a package of RMSNorm with the rotary embedding, or of its backward. The
+    other direction is PyTorch's operators in it. Making one compiles nothing and does not touch
+    CUDA."""
+
+    def __init__(self, of: Path, name: str = "") -> None:
+        """Raises ValueError for a damaged package and one of another operation, OSError for
+        none."""
+        what = "RMSNorm with the rotary embedding, nor of its backward"
+        self._kernels = OneOperation(of, ROTATED, what)
+        super().__init__(self._kernels.source_for(name or str(of)), name or str(of))
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """The target, and how the kernel of every tuned shape was found and checked."""
+        return self._kernels.provenance

@@ -1,0 +1,82 @@
+"""Checks the arguments of RMSNorm with the rotary embedding: each fault is one sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..serve.checks import FLOATS
+
+
+def check_rotated(x: Any, weight: Any, cos: Any, sin: Any, eps: Any) -> None:
+    """Raises TypeError or ValueError, in one sentence, for arguments that do not fit together."""
+    for name, given in (("x", x), ("weight", weight), ("cos", cos), ("sin", sin)):
+        if not isinstance(given, torch.Tensor) and not (given is None and name == "weight"):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(given).__name__}")
+    if eps is None:
+        raise TypeError("eps must be a number, got None")
+    if x.dtype not in FLOATS or x.dim() < 2 or x.shape[-1] == 0 or x.shape[-1] % 2:
+        raise ValueError(
+            "x must be floating heads of an even number of columns, of shape (..., H, D), got "
+            f"{x.dtype} of shape {tuple(x.shape)}"
+        )
+    width = x.shape[-1]
+    if weight is not None and (weight.dim() != 1 or weight.shape[0] != width):
+        raise ValueError(f"weight must have shape ({width},), got {tuple(weight.shape)}")
+    for name, given in (("cos", cos), ("sin", sin)):
+        if given.dtype not in FLOATS:
+            raise TypeError(f"{name} must be of a floating dtype, got {given.dtype}")
+        if given.requires_grad:
+            raise ValueError(f"{name} has no gradient here: give {name}.detach()")
+        if not _fits(given.shape, x.shape):
+            shape = (*x.shape[:-2], width)
+            raise ValueError(
+                f"{name} must have the shape {shape} of x without its heads, or half as many "
+                f"columns, or 1 where it is repeated, got {tuple(given.shape)}"
+            )
+    for name, given in (("weight", weight), ("cos", cos), ("sin", sin)):
+        if given is not None and given.device != x.device:
+            raise ValueError(f"{name} is on {given.device} and x on {x.device}")
+
+
+def _fits(shape: Any, of_x: Any) -> bool:
+    """Return True if cos or sin of this shape serve x."""
+    *groups, columns = shape if len(shape) else (0,)
+    *wanted, _, width = of_x
+    if len(groups) > len(wanted) or (columns != width and columns * 2 != width):
+        return False
+    along = zip(groups, wanted[len(wanted) - len(groups) :], strict=True)
+    return all(one == 1 or one == other for one, other in along)  # `in` takes no symbolic sizes
+
+
+def turns_of(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[Any, Any]:
+    """Return cos and sin of the first half of the columns, of shape (..., 1, D / 2), in one dtype:
+    x's or fp32."""
+    half = x.shape[-1] // 2
+    kept = cos.dtype == sin.dtype and cos.dtype in (x.dtype, torch.float32)
+    found = []
+    for given in (cos, sin):
+        first = given[..., :half].unsqueeze(-2)
+        found.append(first if kept else first.float())
+    return found[0], found[1]
+
+
+def checked_heads(qkv: Any, heads: Any) -> tuple[int, int, int]:
+    """Return the numbers of heads, and the columns of each. Raises TypeError or ValueError for a
+    projection that does not have them."""
+    if not isinstance(qkv, torch.Tensor):
+        raise TypeError(f"qkv must be a torch.Tensor, got {type(qkv).__name__}")
+    whole = isinstance(heads, (tuple, list)) and len(heads) == 2
+    if not whole or any(type(count) is not int or count < 1 for count in heads):
+        raise ValueError(
+            f"heads must be the numbers of heads of the queries and of the keys, got {heads!r}"
+        )
+    of_queries, of_keys = heads
+    every = of_queries + 2 * of_keys
+    columns = qkv.shape[-1] if qkv.dim() else 0
+    if columns == 0 or columns % every:
+        raise ValueError(
+            f"qkv has {columns} columns, no multiple of {of_queries} + 2 * {of_keys} heads"
+        )
+    return of_queries, of_keys, columns // every

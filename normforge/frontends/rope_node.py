@@ -1,0 +1,170 @@
+"""RMSNorm with the rotary embedding behind it, with autograd. Both directions are what a package
+serves: in plain eager code by a call, elsewhere by an operator."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.compiler import is_dynamo_compiling
+
+from ..operations import RMSNORM_ROPE_BACKWARD
+from ..operations.formula import evaluate, wide_dtype
+from ..operations.rmsnorm_rope import rmsnorm_rope
+from ..torch_internals import (
+    has_tangent,
+    is_batched,
+    is_plain,
+    tracing,
+    transforms_active,
+    watched,
+    without_inference,
+)
+from .library import Served, define
+
+Gradients = tuple[torch.Tensor, "torch.Tensor | None"]
+"""dx, and dw where there is a weight."""
+
+
+class RotatedNorms(Protocol):
+    """The interface of what computes a package's rotated norms. x, dy: (..., H, N); cos, sin: (...,
+    1, N / 2)."""
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        eps: float,
+    ) -> torch.Tensor: ...
+
+    def backward(
+        self,
+        dy: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        eps: float,
+    ) -> Gradients: ...
+
+    def retire(self) -> None: ...
+
+    def of_form(self, form: str) -> Any: ...
+
+
+SERVED: Served[RotatedNorms] = Served()
+_ARGUMENTS = "Tensor x, Tensor? weight, Tensor cos, Tensor sin, float eps, str package"
+
+
+def _run(*given: Any) -> Any:
+    *call, package = given
+    # The result is contiguous, as `_fake` says, whatever the strides of the rows.
+    return SERVED(package).forward(*call).contiguous()
+
+
+def _fake(*given: Any) -> Any:
+    return given[0].new_empty(given[0].shape)
+
+
+def _run_backward(*given: Any) -> tuple[torch.Tensor, ...]:
+    *call, package = given
+    dx, dw = SERVED(package).backward(*call)
+    return dx.contiguous(), call[1].new_empty(0) if dw is None else dw
+
+
+def _fake_backward(*given: Any) -> tuple[torch.Tensor, ...]:
+    _, x, weight, *_ = given
+    dw = x.new_empty(0) if weight is None else weight.new_empty(weight.shape)
+    return x.new_empty(x.shape), dw
+
+
+rms_norm_rope_forward = define("rms_norm_rope", f"({_ARGUMENTS}) -> Tensor", _run, _fake)
+rms_norm_rope_backward = define(
+    "rms_norm_rope_backward",
+    f"(Tensor dy, {_ARGUMENTS}) -> (Tensor, Tensor)",
+    _run_backward,
+    _fake_backward,
+)
+
+
+def formula(x: Any, weight: Any, cos: Any, sin: Any, eps: float) -> torch.Tensor:
+    """Compute y in x's dtype, computed in fp32 (in float64 for float64) and rounded once.
+    Differentiable. Arguments are as of RotatedNorms."""
+    compute = wide_dtype(x)
+    scale = 1.0 if weight is None else weight.to(compute)
+    y = rmsnorm_rope(x.to(compute), scale, cos.to(compute), sin.to(compute), eps)
+    rounded: torch.Tensor = y.to(x.dtype)
+    return rounded
+
+
+def gradients_by_formula(dy: Any, x: Any, weight: Any, cos: Any, sin: Any, eps: float) -> Gradients:
+    """Compute the gradients by PyTorch's operators. Differentiable."""
+    given = {"dy": dy, "x": x, "weight": weight, "cos": cos, "sin": sin, "eps": eps}
+    found = evaluate(RMSNORM_ROPE_BACKWARD, given)
+    return found["dx"].to(x.dtype), None if weight is None else found["dw"].to(weight.dtype)
+
+
+def _forward(*given: Any) -> torch.Tensor:
+    """Return y without gradients, of tensors that `_is_ours` has seen."""
+    *call, package = given
+    y: torch.Tensor
+    if is_dynamo_compiling() or watched() or not all(map(is_plain, call)):
+        y = rms_norm_rope_forward(*given)
+    else:
+        y = SERVED(package).forward(*call)
+    return y
+
+
+class RotatedNode(torch.autograd.Function):
+    """A call of `_forward`."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> torch.Tensor:
+        x, weight, cos, sin, ctx.eps, ctx.package = given
+        ctx.save_for_backward(x, weight, cos, sin)
+        return _forward(*given)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        given = (dy, *ctx.saved_tensors, ctx.eps)
+        if not is_dynamo_compiling() and (
+            torch.is_grad_enabled() or transforms_active() or is_batched(dy)
+        ):
+            dx, dw = gradients_by_formula(*given)
+        elif is_dynamo_compiling() or watched() or not is_plain(dy):
+            dx, dw = rms_norm_rope_backward(*given, ctx.package)
+        else:
+            dx, dw = SERVED(ctx.package).backward(*given)
+        return dx, dw if ctx.needs_input_grad[1] else None, None, None, None, None
+
+
+def _is_ours(*given: Any) -> bool:
+    """Return True if a node may take these tensors. Transforms, forward mode, tracers and
+    subclasses of tensors know PyTorch's operators alone; modes and fake tensors know ours, too."""
+    if transforms_active():
+        return False
+    if is_dynamo_compiling():  # it cannot trace the other questions
+        return all(map(is_plain, given))
+    if tracing() is not None:
+        return False
+    plain = all(is_plain(one) or isinstance(one, FakeTensor) for one in given)
+    return plain and not has_tangent(*given)
+
+
+def rotated_norm(x: Any, weight: Any, cos: Any, sin: Any, eps: float, package: str) -> torch.Tensor:
+    """Compute `formula` as a package serves it; by PyTorch's operators where it does not."""
+    if not _is_ours(x, weight, cos, sin):
+        return formula(x, weight, cos, sin, eps)
+    if not torch.is_grad_enabled():
+        return _forward(x, weight, cos, sin, eps, package)
+    try:
+        y: torch.Tensor = RotatedNode.apply(x, weight, cos, sin, eps, package)
+    except RuntimeError as error:
+        if is_dynamo_compiling():
+            raise
+        x, weight, cos, sin = without_inference(error, x, weight, cos, sin)
+        y = RotatedNode.apply(x, weight, cos, sin, eps, package)
+    return y

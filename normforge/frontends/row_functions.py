@@ -1,0 +1,85 @@
+"""The common part of the functions of operations over rows, each of which has a server: those of a
+package, or of all packages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..operations import RowOperation
+from ..serve.kernels import Source, source_of
+from ..serve.rows import RowServer
+from ..table import Table
+from .library import Served, namespace
+
+
+class RowFunctions:
+    """Functions of operations over rows. Safe to use from several threads."""
+
+    def __init__(
+        self, sources: Callable[[str], Source | str], name: str, served: Served[Any]
+    ) -> None:
+        """sources: by operation, where its kernels are, or why there are none; asked at the first
+        call that needs them. name: by which operators know these functions; served: those of the
+        operators."""
+        self.name, self._sources = name, sources
+        self._servers: dict[str, RowServer] = {}
+        served.add(name, self)
+
+    def __deepcopy__(self, _: Any) -> Any:
+        return self
+
+    def retire(self) -> None:
+        """Do nothing: another package has taken the name, and nothing has to be given back."""
+
+    def of_form(self, form: str) -> Any:
+        """Raise LookupError: there are no forms of such packages."""
+        raise LookupError(form)
+
+    @property
+    def operators(self) -> Any:
+        """The operators, as torch.compile and policies of selective checkpointing see them."""
+        return getattr(torch.ops, namespace)
+
+    def server(self, operation: RowOperation) -> RowServer:
+        """Return the server of the calls of an operation."""
+        found = self._servers.get(operation.name)
+        if found is None:
+            made = RowServer(operation, self._sources(operation.name))
+            found = self._servers.setdefault(operation.name, made)
+        return found
+
+
+class OneOperation:
+    """The kernels of a package, which are of one operation. Making one compiles nothing and does
+    not touch CUDA."""
+
+    def __init__(self, folder: Path, known: Collection[str], what: str) -> None:
+        """known: the operations that it may have kernels of; what: a word for them. Raises
+        ValueError for a damaged package and one of another operation, OSError for none."""
+        self.folder = folder
+        self.operation = next((k.spec.operation for k in Table.load(folder).kernels()), "")
+        if self.operation not in known:
+            raise ValueError(f"{folder} has no kernels of {what}")
+        self.source = source_of(folder, self.operation)
+
+    def source_for(self, name: str) -> Callable[[str], Source | str]:
+        """Return the function that gives the kernels of an operation, or says why a package of
+        this name has none."""
+
+        def source(operation: str) -> Source | str:
+            if operation == self.operation:
+                return self.source
+            return f"{name} has kernels of {self.operation} alone"
+
+        return source
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """The target, and how the kernel of every tuned shape was found and checked."""
+        table = self.source(None).backward
+        shapes = {entry.shape: dict(entry.provenance) for entry in table.tuned}
+        return {"target": table.target, "shapes": shapes}

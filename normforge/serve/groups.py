@@ -1,0 +1,76 @@
+"""Reads the layout of what groups of rows share in a call, such as the cos and sin of a token's
+heads.
+
+Rows have the shape (..., H, N): the H rows of a group are those of the last dimension but one. What
+they share has the shape (..., 1, N / 2), and is repeated like any operand of PyTorch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+import torch
+
+from ..launch.row_layout import alignment_of, dense, division_factor, row_layout
+from ..operations.signature import Signature
+
+
+def check_group(name: str, given: torch.Tensor, x: torch.Tensor) -> None:
+    """Raises TypeError or ValueError, in one sentence, for what the groups of rows like x cannot
+    share."""
+    if given.dtype not in (x.dtype, torch.float32):
+        raise TypeError(f"{name} must be of {x.dtype} or torch.float32, got {given.dtype}")
+    shape = (*x.shape[:-2], 1, x.shape[-1] // 2)
+    missing = len(shape) - given.dim()
+    fits = x.dim() > 1 and x.shape[-1] % 2 == 0 and 0 <= missing <= len(shape) - 2
+    if fits:
+        at_ends = given.shape[-2:] == shape[-2:]
+        along = zip(given.shape[:-2], shape[missing:-2], strict=True)
+        fits = at_ends and all(size in (1, wanted) for size, wanted in along)
+    if not fits:
+        raise ValueError(
+            f"{name} must have the shape {shape}, or 1 where it is repeated, got "
+            f"{tuple(given.shape)}"
+        )
+
+
+def matrices_of_groups(
+    signature: Signature, given: Mapping[str, Any], x: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Return what groups share as kernels read it, by name: matrices of N / 2 columns and equally
+    many rows, of one dtype, that begin anew behind their last row."""
+    shared = {tensor.name: given[tensor.name] for tensor in signature.groups}
+    if len({tensor.dtype for tensor in shared.values()}) > 1:
+        shared = {name: tensor.float() for name, tensor in shared.items()}
+    groups = x.shape[:-2]
+    period = max((_period(tensor, groups) for tensor in shared.values()), default=1)
+    return {name: _matrix(tensor, groups, period) for name, tensor in shared.items()}
+
+
+def _period(tensor: torch.Tensor, groups: torch.Size) -> int:
+    """The number of groups behind which a tensor is begun anew; that of all groups where it is
+    repeated in another way, or where no factor divides by it."""
+    sizes = [*tensor.shape[:-2]]
+    while sizes and sizes[0] == 1:
+        del sizes[0]
+    everything = prod(groups)
+    whole = sizes == [*groups[len(groups) - len(sizes) :]]
+    found = prod(sizes)
+    return found if whole and division_factor(everything, found) else everything
+
+
+def _matrix(tensor: torch.Tensor, groups: torch.Size, period: int) -> torch.Tensor:
+    kept = next(n for n in range(len(groups) + 1) if prod(groups[len(groups) - n :]) == period)
+    repeated = tensor.detach().squeeze(-2).expand(*groups, tensor.shape[-1])
+    rows = repeated[(0,) * (len(groups) - kept)]
+    at = row_layout(rows)
+    aligned = (
+        at is not None and alignment_of(rows.data_ptr() | at.stride * rows.element_size()) >= 16
+    )
+    if at is None or at.inner or not aligned:
+        rows = dense(rows)
+        at = row_layout(rows)
+    assert at is not None
+    return rows.as_strided((period, rows.shape[-1]), (at.stride, 1))
