@@ -21,7 +21,9 @@ def check_group(name: str, given: torch.Tensor, x: torch.Tensor) -> None:
     """Raises TypeError or ValueError, in one sentence, for what the groups of rows like x cannot
     share."""
     if given.dtype not in (x.dtype, torch.float32):
-        raise TypeError(f"{name} must be of {x.dtype} or torch.float32, got {given.dtype}")
+        raise TypeError(
+            f"{name} must be of torch.float32 or x's dtype {x.dtype}, got {given.dtype}"
+        )
     shape = (*x.shape[:-2], 1, x.shape[-1] // 2)
     missing = len(shape) - given.dim()
     fits = x.dim() > 1 and x.shape[-1] % 2 == 0 and 0 <= missing <= len(shape) - 2

@@ -1,0 +1,215 @@
+"""What the rows of a group share: a launch of RMSNorm with the rotary embedding computes from what
+the driver is given, as its kernel does."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from normforge.launch.loaded_kernel import LoadedKernel
+from normforge.operations import RMSNORM_ROPE_BACKWARD
+from normforge.operations.formula import evaluate
+from normforge.serve import groups as groups_module
+from normforge.serve import rows as module
+from normforge.serve.groups import matrices_of_groups
+from normforge.serve.rows import RowServer
+from normforge.table import Table
+from tests.support.fake_driver import (
+    SPEC,
+    TARGET,
+    FakeDevice,
+    FakeDriver,
+    empty_on_cpu,
+    entry,
+    read_arguments,
+    stand_in,
+)
+
+B, S, H, N = 2, 3, 4, 16
+M, HALF = B * S * H, N // 2
+NAME = RMSNORM_ROPE_BACKWARD.name
+OF_KERNEL: dict[str, Any] = {
+    **{"name": "k", "operation": NAME, "dtype": "fp32", "weight_dtype": "fp32", "N": N},
+    **{"partial_columns": N, "partial_stride": N, "way": "slices"},
+}
+
+
+def read(address: int, count: int) -> torch.Tensor:
+    memory = (ctypes.c_char * (count * 4)).from_address(address)
+    return torch.frombuffer(memory, dtype=torch.float32)
+
+
+class Device(FakeDriver):
+    """Computes the operation from the arguments of its kernel, in fp32."""
+
+    def cuLaunchKernelEx(  # noqa: N802
+        self, config: Any, function: str, parameters: int, extra: int
+    ) -> tuple[Any, ...]:
+        self.compute(read_arguments(function, parameters))
+        return super().cuLaunchKernelEx(config, function, parameters, extra)
+
+    def compute(self, args: Any) -> None:
+        given: dict[str, Any] = {"eps": args.eps, "weight": read(args.weight, N)}
+        for name in ("x", "dy"):
+            address, stride, gap = (getattr(args, name + end) for end in ("", "_stride", "_gap"))
+            starts = [i * stride + (i * args.gaps >> 32) * gap for i in range(args.rows)]
+            given[name] = torch.stack([read(address + 4 * start, N) for start in starts])
+        assert args.wide_groups == 1
+        for name in ("cos", "sin"):
+            address, stride = getattr(args, name), getattr(args, f"{name}_stride")
+            assert address % 16 == stride * 4 % 16 == 0
+            found = [row * args.group_factor >> 32 for row in range(args.rows)]
+            places = [g - (g * args.period_factor >> 32) * args.period for g in found]
+            at = [address + 4 * stride * place for place in places]
+            given[name] = torch.stack([read(place, HALF) for place in at])
+        for name, out in evaluate(RMSNORM_ROPE_BACKWARD, given).items():
+            read(getattr(args, name), out.numel()).copy_(out.flatten())
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Device:
+    made = Device()
+    stand_in(monkeypatch, made)
+    return made
+
+
+@pytest.fixture
+def serve(driver: Device, device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return what serves calls by a kernel for CPU tensors: its outputs, or why there is none."""
+    monkeypatch.setattr(module, "current_device", lambda: 0)
+    monkeypatch.setattr(module, "raw_stream", lambda index: device.here())
+    monkeypatch.setattr(module, "is_capturing", lambda: False)
+    monkeypatch.setattr(module, "empty_strided", empty_on_cpu)
+    table = Table(TARGET, (entry(M, replace(SPEC, **OF_KERNEL)),), ())
+    loaded = LoadedKernel(b"cubin", table.tuned[0].kernel.spec)
+    kernels: Any = SimpleNamespace(backward=table, loaded=SimpleNamespace(get=lambda _: loaded))
+    server = RowServer(RMSNORM_ROPE_BACKWARD, lambda index: kernels)
+    return lambda tensors: server._by_kernel(server._check(tensors), tensors)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def plain(**change: Any) -> dict[str, Any]:
+    given = {"x": random(B, S, H, N), "dy": random(B, S, H, N) + 1, "weight": random(N)}
+    turns = {"cos": random(B, S, 1, HALF), "sin": random(B, S, 1, HALF) + 1}
+    return given | turns | {"eps": 1e-6} | change
+
+
+def check(found: Any, tensors: dict[str, Any]) -> None:
+    assert isinstance(found, dict), found
+    for name, exact in evaluate(RMSNORM_ROPE_BACKWARD, tensors).items():
+        torch.testing.assert_close(found[name], exact)
+
+
+FIRST_HALF = random(B, S, 1, N)[..., :HALF]
+KINDS = {
+    "of every token": (random(B, S, 1, HALF), B * S),
+    "of a sequence": (random(1, S, 1, HALF), S),
+    "without the batch": (random(S, 1, HALF), S),
+    "of one token": (random(1, HALF), 1),
+    "of each sequence": (random(B, 1, 1, HALF), B * S),
+    "the first half": (FIRST_HALF, B * S),
+    "expanded": (random(1, S, 1, HALF).expand(B, S, 1, HALF), B * S),
+    "turned": (random(S, B, 1, HALF).transpose(0, 1), B * S),
+    "columns apart": (random(S, 1, HALF, 2)[..., 0], S),
+    "at an odd address": (random(S * HALF + 1)[1:].view(S, 1, HALF), S),
+}
+
+
+@pytest.mark.parametrize("sin", KINDS)
+@pytest.mark.parametrize("cos", KINDS)
+def test_numbers_of_groups_are_read_where_they_lie_or_copied(
+    serve: Any, driver: Device, cos: str, sin: str
+) -> None:
+    tensors = plain(cos=KINDS[cos][0], sin=KINDS[sin][0])
+    check(serve(tensors), tensors)
+    args = driver.launches[0].arguments
+    period = max(KINDS[cos][1], KINDS[sin][1])
+    assert args.period == (0 if period == B * S else period)
+    lies = (
+        "of every token",
+        "of a sequence",
+        "without the batch",
+        "of one token",
+        "the first half",
+    )
+    if cos in lies and KINDS[cos][1] == period:
+        assert args.cos == tensors["cos"].data_ptr()
+
+
+def test_heads_of_a_packed_projection_are_read_where_they_lie(serve: Any, driver: Device) -> None:
+    packed = random(B, S, 3 * H, N)
+    tensors = plain(x=packed[:, :, H : 2 * H])
+    check(serve(tensors), tensors)
+    args = driver.launches[0].arguments
+    assert args.x == tensors["x"].data_ptr()
+    assert (args.rows, args.x_stride, args.x_gap, args.dy_gap) == (M, N, 2 * H * N, 0)
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_a_group_has_as_many_rows_as_there_are_heads(serve: Any, heads: int) -> None:
+    shape = (B, S, heads, N)
+    tensors = plain(x=random(*shape), dy=random(*shape) + 1)
+    check(serve(tensors), tensors)
+
+
+def test_tensors_of_two_dtypes_are_widened(serve: Any, driver: Device) -> None:
+    narrow = random(S, 1, HALF, dtype=torch.bfloat16)
+    matrices = matrices_of_groups(
+        RMSNORM_ROPE_BACKWARD.signature, plain(cos=narrow), random(B, S, H, N)
+    )
+    assert [one.dtype for one in matrices.values()] == [torch.float32] * 2
+    assert [one.shape for one in matrices.values()] == [(B * S, HALF)] * 2
+    assert torch.equal(matrices["cos"][S:], narrow.float()[:, 0])
+
+
+def test_a_period_by_which_no_factor_divides_is_written_out(
+    serve: Any, driver: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(groups_module, "division_factor", lambda numbers, divisor: 0)
+    tensors = plain(cos=random(S, 1, HALF), sin=random(S, 1, HALF))
+    check(serve(tensors), tensors)
+    assert driver.launches[0].arguments.period == 0
+
+
+def test_more_rows_than_kernels_number_are_left_to_the_formula(
+    serve: Any, driver: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> Any:
+        raise ValueError("kernels cannot number 5 rows")
+
+    monkeypatch.setattr(module, "extent_of", refuse)
+    assert serve(plain()) == "kernels cannot number 5 rows"
+    assert driver.launches == []
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"cos": random(B, S, 1, N)}, "cos must have the shape (2, 3, 1, 8), or 1 where it"),
+        ({"sin": random(HALF)}, "sin must have the shape (2, 3, 1, 8)"),
+        ({"sin": random(B, S, H, HALF)}, "got (2, 3, 4, 8)"),
+        ({"cos": random(B, B, 1, HALF)}, "got (2, 2, 1, 8)"),
+        ({"cos": random(1, B, S, 1, HALF)}, "got (1, 2, 3, 1, 8)"),
+        (
+            {"cos": random(S, 1, HALF).double()},
+            "cos must be of torch.float32 or x's dtype torch.float32",
+        ),
+        ({"cos": None}, "rmsnorm_rope_backward needs cos"),
+    ],
+)
+def test_what_groups_cannot_share_is_one_sentence(
+    serve: Any, change: dict[str, Any], said: str
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=re.escape(said)) as error:
+        serve(plain(**change))
+    assert "\n" not in str(error.value)
