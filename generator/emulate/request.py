@@ -18,9 +18,9 @@ class Buffer:
 
     role: rows, row or columns for one that is read; rows_out, row_out or sums for one that is
     written. shape: (rows, columns), or (numbers,). content: what it holds before the launch; None
-    for an output that is not added to. rows_at: where its rows lie; None for one behind the other,
-    and for outputs without gaps. misaligned_bytes: from a 4096-byte boundary to its first element.
-    over: name of the input in whose memory it lies instead, which has the same strides.
+    for an output that is not added to. rows_at: where its rows lie; None for one behind the other.
+    misaligned_bytes: from a 4096-byte boundary to its first element. over: name of the input in
+    whose memory it lies instead, which has the same strides.
     """
 
     name: str

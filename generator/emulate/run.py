@@ -60,8 +60,8 @@ class CallOptions:
 
     columns: whether it is given those that rows share; else they are ones. without: outputs that
     are not wanted. dw_mode: sums as fp32 (DW_IN_FP32), or added to `added_to`, as fp32 (DW_ADDED).
-    inner > 0: matrices that are read before the row sums lie as `inner` rows and then a gap. over:
-    by output, the matrix over which it is written, which needs equal strides and no gaps.
+    inner > 0: matrices that may be packed lie as `inner` rows and then a gap. over: by output, the
+    matrix over which it is written, which needs equal strides and no gaps.
     """
 
     columns: bool = True
@@ -216,7 +216,7 @@ def _rows_at(signature: Signature, N: int, layout: Layout, inner: int) -> dict[s
     two in all others; what groups share is then the first half of a matrix."""
     found = {name: RowLayout(N + pad) for name, pad in layout.pads_of(signature).items()}
     if inner:
-        for i, tensor in enumerate(signature.early):
+        for i, tensor in enumerate(signature.in_heads):
             stride = found[tensor.name].stride
             found[tensor.name] = RowLayout(stride, inner, (inner + min(i + 1, 2)) * stride)
     found |= {tensor.name: RowLayout(N if inner else N // 2) for tensor in signature.groups}

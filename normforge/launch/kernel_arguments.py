@@ -30,7 +30,7 @@ class Extent(NamedTuple):
 
     strides: elements between rows, of every strided tensor of the signature. gaps: elements of a
     gap behind some rows, as between the heads of one token and the next in a packed tensor, of
-    every early tensor; gap_factor: see there, 0 where all rows lie at one stride. group: the
+    every tensor `in_heads`; gap_factor: see there, 0 where all rows lie at one stride. group: the
     launch's. numbers: those of the signature. of_groups: what `of_groups` returns, where groups of
     rows share something.
     """
@@ -61,17 +61,18 @@ def extent_of(
     group: int,
     given: Mapping[str, Any] | None = None,
 ) -> Extent:
-    """The numbers of a call whose tensors have these layouts, by name. All early ones have the same
-    `inner`; the rows of others without a layout lie one behind the other. given: what the call is
-    given by name, of which the signature's numbers are taken, and what groups of rows share: as
-    matrices, and in `heads` how many rows share a row of them. Raises ValueError as `of_groups`
-    does."""
+    """The numbers of a call whose tensors have these layouts, by name. All in heads have the same
+    `inner`, or none; the rows of others without a layout lie one behind the other. given: what the
+    call is given by name, of which the signature's numbers are taken, and what groups of rows
+    share: as matrices, and in `heads` how many rows share a row of them. Raises ValueError as
+    `of_groups` does."""
     dense = RowLayout(columns)
     layouts = {t.name: RowLayout(columns // 2) for t in signature.groups} | dict(layouts)
     strides = (layouts.get(tensor.name, dense).stride for tensor in signature.strided)
-    early = [layouts.get(tensor.name, dense) for tensor in signature.early]
-    heads = early[0].inner
-    gaps = tuple(at.outer - heads * at.stride for at in early)
+    heads = layouts.get(signature.early[0].name, dense).inner
+    found = (layouts.get(tensor.name, dense) for tensor in signature.in_heads)
+    packed = (at.in_steps_of(heads) or at for at in found)
+    gaps = tuple(at.outer - heads * at.stride for at in packed)
     numbers = tuple(float((given or {})[tensor.name]) for tensor in signature.numbers)
     extent = (rows, tuple(strides), gaps, gap_factor(rows, heads), columns, group)
     shared: tuple[int, ...] = ()
@@ -108,7 +109,7 @@ class ArgumentLayout:
     def __init__(self, signature: Signature) -> None:
         self.signature = signature
         leading, behind = signature.leading, signature.behind
-        strides, gaps = len(signature.strided), len(signature.early)
+        strides, gaps = len(signature.strided), len(signature.in_heads)
         form = f"@{len(leading)}Q3Q{1 + strides + gaps}qI3if"
         first_behind = struct.calcsize(f"{form}0Q")
         self.behind_at = tuple(first_behind + 8 * i for i in range(len(behind)))

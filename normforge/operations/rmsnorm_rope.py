@@ -89,7 +89,7 @@ RMSNORM_ROPE_BACKWARD = RowOperation(
         columns("weight"),
         group("cos"),
         group("sin"),
-        rows_out("dx"),
+        rows_out("dx", packed=True),
         sums("dw"),
         number("eps"),
         row_sums=2,

@@ -44,7 +44,8 @@ class Tensor:
     count: of sums, how many there are for every column. value: what the kernel calls the numbers
     that it holds. behind: whether the address stands behind all other arguments. note: a comment
     for the kernel's argument. paired: of rows read early and of columns, whether an element needs
-    that of the other column of its pair, too: columns i and i + N / 2 are a pair.
+    that of the other column of its pair, too: columns i and i + N / 2 are a pair. packed: of an
+    output, whether its rows may lie as the heads of a packed tensor.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Tensor:
     behind: bool = False
     note: str = ""
     paired: bool = False
+    packed: bool = False
 
     @property
     def cpp(self) -> str:
@@ -106,9 +108,10 @@ def number(name: str) -> Tensor:
     return Tensor(name, "number")
 
 
-def rows_out(name: str, note: str = "null: not wanted") -> Tensor:
-    """M rows of N elements of the problem's dtype, rounded once."""
-    return Tensor(name, "rows", output=True, note=note)
+def rows_out(name: str, note: str = "null: not wanted", packed: bool = False) -> Tensor:
+    """M rows of N elements of the problem's dtype, rounded once. They may lie at any stride, and
+    `packed` ones also as the heads of a packed tensor."""
+    return Tensor(name, "rows", output=True, note=note, packed=packed)
 
 
 def copied_rows(name: str, of: str, option: str, note: str = "") -> Tensor:
@@ -251,6 +254,12 @@ class Signature:
     def outputs(self) -> tuple[Tensor, ...]:
         """Rows that are written, but for copies."""
         return tuple(t for t in self.tensors if t.role == "rows" and t.output and not t.copy_of)
+
+    @cached_property
+    def in_heads(self) -> tuple[Tensor, ...]:
+        """The tensors whose rows may lie as the heads of packed ones: those read early, and outputs
+        that say so."""
+        return (*self.early, *(tensor for tensor in self.outputs if tensor.packed))
 
     @cached_property
     def copies(self) -> tuple[Tensor, ...]:

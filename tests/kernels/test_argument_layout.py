@@ -96,7 +96,7 @@ def packed(layout: ArgumentLayout) -> tuple[bytes, dict[str, Any]]:
     extent = Extent(
         rows=1 << 40,
         strides=tuple((1 << 33) + 7 * i for i in range(len(signature.strided))),
-        gaps=tuple(-5 - i for i in range(len(signature.early))),
+        gaps=tuple(-5 - i for i in range(len(signature.in_heads))),
         gap_factor=0xFFFFFFF1,
         columns=1003,
         group=launch.group,
@@ -189,7 +189,7 @@ def signatures(draw: st.DrawFn) -> Signature:
     to 3 sums of every column, up to 3 numbers of the call, and up to 2 tensors of groups."""
     outputs = draw(st.integers(1, 3))
     tensors = [rows(f"in_{i}") for i in range(draw(st.integers(1, 4)))]
-    tensors += [rows_out(f"out_{i}") for i in range(outputs)]
+    tensors += [rows_out(f"out_{i}", packed=draw(st.booleans())) for i in range(outputs)]
     for i in range(draw(st.integers(0, 2))):
         tensors.append(row(f"of_row_{i}", behind=draw(st.booleans())))
     tensors += [number(f"of_call_{i}") for i in range(draw(st.integers(0, 3)))]
@@ -255,6 +255,8 @@ def test_rows_step_as_their_tensors_do() -> None:
         weight_offset=0.0,
     )
     assert extent.values == (24, 32, 64, 48, 16, 384, 464, gap_factor(24, 4), 16, 3, 0, 0.0)
+    some = extent_of(signature, 24, 16, {"x": packed_rows["x"]}, group=3)
+    assert some.gaps == (512 - 4 * 32, 0)  # a dense tensor goes along
     dense = extent_of(signature, 24, 16, {}, group=0)
     assert (dense.strides, dense.gaps, dense.gap_factor) == ((16,) * 4, (0, 0), 0)
 

@@ -111,6 +111,9 @@ def test_tensors_are_found_by_what_kernels_do_with_them() -> None:
     assert (signature.outputs, signature.copies) == ((o, p), (copied,))
     assert (signature.columns, signature.sums, signature.column_sums) == (g, t, 2)
     assert signature.strided == (a, b, added, o, p)
+    assert signature.in_heads == (a, b)
+    packed = rows_out("z", packed=True)
+    assert Signature(*FINE, packed).in_heads == (FINE[0], packed)
     assert signature["b"] is b
     with pytest.raises(KeyError):
         signature["z"]

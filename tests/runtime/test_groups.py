@@ -1,5 +1,5 @@
-"""What the rows of a group share: a launch of RMSNorm with the rotary embedding computes from what
-the driver is given, as its kernel does."""
+"""A launch of RMSNorm with the rotary embedding computes from what the driver is given, as its kernel
+does: numbers that the rows of a group share, and gradients of packed heads."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def argument_names(signature: Signature) -> tuple[str, ...]:
         "scratch",
         "rows",
         *(f"{tensor.name}_stride" for tensor in signature.strided),
-        *(f"{tensor.name}_gap" for tensor in signature.early),
+        *(f"{tensor.name}_gap" for tensor in signature.in_heads),
         "gaps",
         "columns",
         "group",

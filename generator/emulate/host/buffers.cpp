@@ -120,7 +120,7 @@ std::string place_in(const Buffer& b, const void* from, std::size_t element) {
 // The marks of what has been written of an output, from an address in it on.
 unsigned char* marks_of(Buffer& b, const void* at) {
   const auto offset = static_cast<std::size_t>(static_cast<const unsigned char*>(at) - b.base);
-  return b.written.data() + offset / b.pitch * b.columns + offset % b.pitch / b.item;
+  return b.written.data() + b.row_at(offset / b.pitch) * b.columns + offset % b.pitch / b.item;
 }
 
 }  // namespace
@@ -210,7 +210,7 @@ void check_end_state() {
     if (missing == 0) continue;
     const auto first = static_cast<std::size_t>(
         std::find(b.written.begin(), b.written.end(), 0) - b.written.begin());
-    const unsigned char* row = b.base + first / b.columns * b.pitch;
+    const unsigned char* row = b.base + b.place(first / b.columns) * b.pitch;
     return fault(0, "%s was never written, nor %td more elements",
                  place_in(b, row, first % b.columns).c_str(), missing - 1);
   }

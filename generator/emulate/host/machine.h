@@ -264,6 +264,9 @@ struct Buffer {
 
   bool output() const { return role >= kRowsOut; }
   std::size_t place(std::size_t row) const { return inner ? row + row / inner * gap : row; }
+  std::size_t row_at(std::size_t place) const {
+    return inner ? place - place / (inner + gap) * gap : place;
+  }
   bool in_gap(std::size_t offset) const {
     return inner && offset / pitch % (inner + gap) >= inner;
   }

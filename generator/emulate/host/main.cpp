@@ -118,7 +118,7 @@ std::size_t find_result(const Buffer& buffer, std::vector<std::string>& seen) {
   std::string content;
   content.reserve(buffer.rows * buffer.row_bytes);
   for (std::size_t row = 0; row < buffer.rows; ++row)
-    content.append(reinterpret_cast<const char*>(buffer.base + row * buffer.pitch),
+    content.append(reinterpret_cast<const char*>(buffer.base + buffer.place(row) * buffer.pitch),
                    buffer.row_bytes);
   for (std::size_t i = 0; i < seen.size(); ++i)
     if (seen[i] == content) return i;
