@@ -17,27 +17,6 @@ from ..launch.row_layout import alignment_of, dense, division_factor, row_layout
 from ..operations.signature import Signature
 
 
-def check_group(name: str, given: torch.Tensor, x: torch.Tensor) -> None:
-    """Raises TypeError or ValueError, in one sentence, for what the groups of rows like x cannot
-    share."""
-    if given.dtype not in (x.dtype, torch.float32):
-        raise TypeError(
-            f"{name} must be of torch.float32 or x's dtype {x.dtype}, got {given.dtype}"
-        )
-    shape = (*x.shape[:-2], 1, x.shape[-1] // 2)
-    missing = len(shape) - given.dim()
-    fits = x.dim() > 1 and x.shape[-1] % 2 == 0 and 0 <= missing <= len(shape) - 2
-    if fits:
-        at_ends = given.shape[-2:] == shape[-2:]
-        along = zip(given.shape[:-2], shape[missing:-2], strict=True)
-        fits = at_ends and all(size in (1, wanted) for size, wanted in along)
-    if not fits:
-        raise ValueError(
-            f"{name} must have the shape {shape}, or 1 where it is repeated, got "
-            f"{tuple(given.shape)}"
-        )
-
-
 def matrices_of_groups(
     signature: Signature, given: Mapping[str, Any], x: torch.Tensor
 ) -> dict[str, torch.Tensor]:

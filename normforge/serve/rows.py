@@ -14,8 +14,7 @@ from ..launch.loaded_kernel import LoadedKernel
 from ..launch.row_layout import RowLayout, alignment_of, dense, row_layout
 from ..launch.workspace import Workspaces
 from ..operations import RowOperation
-from ..operations.formula import added_to, evaluate, wide_dtype
-from ..operations.signature import Tensor
+from ..operations.formula import added_to, evaluate
 from ..spec import Launch, plan_launch
 from ..table import MAX_ALIGNMENT, Choice, Table
 from ..torch_internals import (
@@ -25,16 +24,18 @@ from ..torch_internals import (
     raw_stream,
     resolved,
 )
-from .checks import FLOATS, foreign_device
+from .checks import foreign_device
 from .collect import collecting
-from .groups import check_group, matrices_of_groups
+from .groups import matrices_of_groups
 from .kernels import Source
 from .options import DTYPES
+from .row_checks import check_tensor
 from .warn_once import WarnOnce
 
 Tensors = Mapping[str, Any]
 """The arguments of a call by name: tensors, None for one that it does without, and numbers."""
 _KINDS = ("tensor", "number")
+_NOTHING: Mapping[str, torch.Tensor] = {}
 
 
 class RowServer:
@@ -49,20 +50,26 @@ class RowServer:
         self.operation, self._source = operation, source
         self._workspaces, self._warn = Workspaces(), WarnOnce()
 
-    def __call__(self, tensors: Tensors) -> dict[str, torch.Tensor]:
+    def __call__(
+        self, tensors: Tensors, into: Mapping[str, torch.Tensor] = _NOTHING
+    ) -> dict[str, torch.Tensor]:
         """All outputs by name, but for copies that are not asked for: those with rows in the dtype
         and shape of the first input, sums in that of the columns. tensors: the inputs by name, rows
         of shape (..., N), numbers as a float, what groups share as groups.py says. Raises TypeError
-        or ValueError, in one sentence, for what does not fit together."""
+        or ValueError, in one sentence, for what does not fit together. into: outputs that are to be
+        written there, by name: packed ones of the signature, of x's shape and dtype."""
         x = self._check(tensors)
         self.count(x, self._columns_of(tensors), added_to(self.operation.signature, tensors))
         if not self.is_without_kernels(x):
             with torch.cuda.device(x.device), torch.no_grad():
-                served = self._by_kernel(x, tensors)
+                served = self._by_kernel(x, tensors, into)
             if not isinstance(served, str):
                 return served
             self._warn_of(served)
-        return self._by_formula(x, tensors)
+        made = self._by_formula(x, tensors)
+        for name, out in into.items():
+            made[name] = out.copy_(made[name])
+        return made
 
     def _warn_of(self, why: str) -> None:
         self._warn(f"{why}; using the formula of {self.operation.name} in PyTorch")
@@ -106,10 +113,15 @@ class RowServer:
         kernel = None if choice.kernel is None else choice.kernel.file
         return {"how": choice.how, "reason": choice.reason, "kernel": kernel}
 
-    def outputs(self, x: torch.Tensor, tensors: Tensors) -> dict[str, torch.Tensor]:
-        """Empty outputs for rows like x."""
+    def outputs(
+        self, x: torch.Tensor, tensors: Tensors, into: Mapping[str, torch.Tensor] = _NOTHING
+    ) -> dict[str, torch.Tensor]:
+        """Empty outputs for rows like x, but for those that are given."""
         signature = self.operation.signature
-        made = {t.name: x.new_empty(x.shape) for t in signature.outputs}
+        made = {
+            name: x.new_empty(x.shape) for t in signature.outputs if (name := t.name) not in into
+        }
+        made |= into
         if signature.sums:
             columns = self._columns_of(tensors)
             like = x if columns is None else columns
@@ -144,35 +156,8 @@ class RowServer:
         for tensor in signature.inputs:
             given = tensors.get(tensor.name)
             if given is not None and tensor.role != "number":
-                self._check_one(tensor, given, x)
+                check_tensor(self.operation.signature, tensor, given, x)
         return x
-
-    def _check_one(self, tensor: Tensor, given: torch.Tensor, x: torch.Tensor) -> None:
-        first = self.operation.signature.early[0].name
-        if given.device != x.device:
-            raise ValueError(f"{tensor.name} is on {given.device} and {first} on {x.device}")
-        if x.dim() == 0 or x.shape[-1] == 0 or x.dtype not in FLOATS:
-            raise ValueError(
-                f"{first} must be floating rows of at least one element, got {x.dtype} of shape "
-                f"{tuple(x.shape)}"
-            )
-        N, wide = x.shape[-1], wide_dtype(x)
-        dtypes = {"rows": (x.dtype,), "row": (torch.float32, wide)}.get(tensor.role, FLOATS)
-        dtypes = FLOATS if tensor.late else dtypes
-        if tensor.role == "group":
-            check_group(tensor.name, given, x)
-            return
-        if given.dtype not in dtypes:
-            raise TypeError(f"{tensor.name} must be of {dtypes[0]}, got {given.dtype}")
-        fits = given.shape == x.shape
-        if tensor.role == "row":
-            fits = given.numel() * N == x.numel()
-        elif tensor.role == "columns":
-            fits = given.shape == (N,)
-        if not fits:
-            wanted = {"row": "one number for each row", "columns": f"shape ({N},)"}
-            what = wanted.get(tensor.role, f"the shape {tuple(x.shape)} of {first}")
-            raise ValueError(f"{tensor.name} must have {what}, got {tuple(given.shape)}")
 
     def _by_formula(self, x: torch.Tensor, tensors: Tensors) -> dict[str, torch.Tensor]:
         with torch.no_grad():
@@ -183,16 +168,21 @@ class RowServer:
                 out.copy_(found[copies.get(name, name)])
         return made
 
-    def _by_kernel(self, x: torch.Tensor, tensors: Tensors) -> dict[str, torch.Tensor] | str:
+    def _by_kernel(
+        self, x: torch.Tensor, tensors: Tensors, into: Mapping[str, torch.Tensor] = _NOTHING
+    ) -> dict[str, torch.Tensor] | str:
         """The outputs, or why no kernel serves the call. x's device is the current one."""
         assert not isinstance(self._source, str)
         signature, N = self.operation.signature, x.shape[-1]
         given = {name: resolved(given) for name, given in tensors.items() if given is not None}
         present = [t for t in (*signature.early, *signature.late) if t.name in given]
         found = {tensor.name: row_layout(given[tensor.name].detach()) for tensor in present}
-        # All early tensors step through their rows alike; a dense one goes along with any.
-        inner = next((at.inner for t in signature.early if (at := found[t.name]) and at.inner), 0)
-        layouts = {}
+        # All in heads step through their rows alike; a dense one goes along with any.
+        written = {name: at for name, out in into.items() if (at := row_layout(out))}
+        at_first = (*written.values(), *(found[tensor.name] for tensor in signature.early))
+        inner = next((at.inner for at in at_first if at and at.inner), 0)
+        written = {name: at for name, to in written.items() if (at := to.in_steps_of(inner))}
+        layouts = dict(written)
         for tensor in present:
             rows, at = given[tensor.name].detach(), found[tensor.name]
             if tensor.late:
@@ -209,7 +199,8 @@ class RowServer:
             if tensor.role in ("row", "columns") and tensor.name in given:
                 given[tensor.name] = given[tensor.name].detach().contiguous()
         kernels = self._source(x.device.index)
-        choice = self._choose(kernels.backward, x, given, layouts)
+        in_place = {name: into[name] for name in written}
+        choice = self._choose(kernels.backward, x, {**given, **in_place}, layouts)
         if choice.kernel is None:
             return choice.reason
         loaded = kernels.loaded.get(choice.kernel)
@@ -222,8 +213,10 @@ class RowServer:
             extent = extent_of(signature, x.numel() // N, N, layouts, launch.group, given)
         except ValueError as error:  # too many rows
             return str(error)
-        made = self.outputs(x, given)
+        made = self.outputs(x, given, in_place)
         self._launch(loaded, launch, extent, {**given, **made})
+        for name in into.keys() - written.keys():
+            made[name] = into[name].copy_(made[name])
         return made
 
     @staticmethod
@@ -241,7 +234,7 @@ class RowServer:
         if foreign := foreign_device(table.target, x.device.index):
             return Choice("none", foreign)
         places = N * x.element_size()
-        for name in (tensor.name for tensor in signature.early):
+        for name in (tensor.name for tensor in signature.in_heads if tensor.name in layouts):
             at = layouts[name]
             places |= given[name].data_ptr() | (at.stride | at.outer) * given[name].element_size()
         columns = self._columns_of(given)

@@ -1,5 +1,5 @@
-"""A launch of RMSNorm with the rotary embedding computes from what the driver is given, as its kernel
-does: numbers that the rows of a group share, and gradients of packed heads."""
+"""A launch of RMSNorm with the rotary embedding computes from what the driver is given, as its
+kernel does: numbers that the rows of a group share, and gradients of packed heads."""
 
 from __future__ import annotations
 
@@ -68,8 +68,13 @@ class Device(FakeDriver):
             places = [g - (g * args.period_factor >> 32) * args.period for g in found]
             at = [address + 4 * stride * place for place in places]
             given[name] = torch.stack([read(place, HALF) for place in at])
-        for name, out in evaluate(RMSNORM_ROPE_BACKWARD, given).items():
-            read(getattr(args, name), out.numel()).copy_(out.flatten())
+        found = evaluate(RMSNORM_ROPE_BACKWARD, given)
+        read(args.dw, N).copy_(found["dw"])
+        starts = [
+            i * args.dx_stride + (i * args.gaps >> 32) * args.dx_gap for i in range(args.rows)
+        ]
+        for start, row in zip(starts, found["dx"], strict=True):
+            read(args.dx + 4 * start, N).copy_(row)
 
 
 @pytest.fixture
@@ -90,7 +95,7 @@ def serve(driver: Device, device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -
     loaded = LoadedKernel(b"cubin", table.tuned[0].kernel.spec)
     kernels: Any = SimpleNamespace(backward=table, loaded=SimpleNamespace(get=lambda _: loaded))
     server = RowServer(RMSNORM_ROPE_BACKWARD, lambda index: kernels)
-    return lambda tensors: server._by_kernel(server._check(tensors), tensors)
+    return lambda tensors, **into: server._by_kernel(server._check(tensors), tensors, into)
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -153,6 +158,36 @@ def test_heads_of_a_packed_projection_are_read_where_they_lie(serve: Any, driver
     args = driver.launches[0].arguments
     assert args.x == tensors["x"].data_ptr()
     assert (args.rows, args.x_stride, args.x_gap, args.dy_gap) == (M, N, 2 * H * N, 0)
+
+
+@pytest.mark.parametrize("kind", ["packed", "dense", "columns apart"])
+@pytest.mark.parametrize("x_is_packed", [True, False])
+def test_a_gradient_is_written_where_it_is_to_lie(
+    serve: Any, driver: Device, x_is_packed: bool, kind: str
+) -> None:
+    """One that kernels cannot write there is copied."""
+    dx = {
+        "packed": torch.zeros(B, S, 3 * H, N)[:, :, H : 2 * H],
+        "dense": torch.zeros(B, S, H, N),
+        "columns apart": torch.zeros(B, S, H, N, 2)[..., 1],
+    }[kind]
+    tensors = plain(x=random(B, S, 2 * H, N)[:, :, :H] if x_is_packed else random(B, S, H, N))
+    found = serve(tensors, dx=dx)
+    check(found, tensors)
+    assert found["dx"] is dx
+    args = driver.launches[0].arguments
+    assert (args.dx == dx.data_ptr()) is (kind != "columns apart")
+    assert args.dx_gap == (2 * H * N if kind == "packed" else 0)
+    if kind == "packed":
+        assert not dx._base[:, :, :H].any() and not dx._base[:, :, 2 * H :].any()  # type: ignore[index]
+
+
+def test_the_formula_writes_there_too() -> None:
+    dx = torch.zeros(B, S, 2 * H, N)[:, :, :H]
+    server, tensors = RowServer(RMSNORM_ROPE_BACKWARD, "no kernels"), plain()
+    found = server(tensors, {"dx": dx})
+    assert found["dx"] is dx
+    torch.testing.assert_close(dx, server(tensors)["dx"])
 
 
 @pytest.mark.parametrize("heads", [1, 3])

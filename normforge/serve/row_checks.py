@@ -1,0 +1,61 @@
+"""Checks the tensors of a call of an operation over rows: each fault is one sentence."""
+
+from __future__ import annotations
+
+import torch
+
+from ..operations.formula import wide_dtype
+from ..operations.signature import Signature, Tensor
+from .checks import FLOATS
+
+
+def check_tensor(
+    signature: Signature, tensor: Tensor, given: torch.Tensor, x: torch.Tensor
+) -> None:
+    """Raises TypeError or ValueError for what does not go with x, the first rows of the call."""
+    first = signature.early[0].name
+    if given.device != x.device:
+        raise ValueError(f"{tensor.name} is on {given.device} and {first} on {x.device}")
+    if x.dim() == 0 or x.shape[-1] == 0 or x.dtype not in FLOATS:
+        raise ValueError(
+            f"{first} must be floating rows of at least one element, got {x.dtype} of shape "
+            f"{tuple(x.shape)}"
+        )
+    N, wide = x.shape[-1], wide_dtype(x)
+    dtypes = {"rows": (x.dtype,), "row": (torch.float32, wide)}.get(tensor.role, FLOATS)
+    dtypes = FLOATS if tensor.late else dtypes
+    if tensor.role == "group":
+        _check_group(tensor.name, given, x)
+        return
+    if given.dtype not in dtypes:
+        raise TypeError(f"{tensor.name} must be of {dtypes[0]}, got {given.dtype}")
+    fits = given.shape == x.shape
+    if tensor.role == "row":
+        fits = given.numel() * N == x.numel()
+    elif tensor.role == "columns":
+        fits = given.shape == (N,)
+    if not fits:
+        wanted = {"row": "one number for each row", "columns": f"shape ({N},)"}
+        what = wanted.get(tensor.role, f"the shape {tuple(x.shape)} of {first}")
+        raise ValueError(f"{tensor.name} must have {what}, got {tuple(given.shape)}")
+
+
+def _check_group(name: str, given: torch.Tensor, x: torch.Tensor) -> None:
+    """Raises TypeError or ValueError, in one sentence, for what the groups of rows like x cannot
+    share."""
+    if given.dtype not in (x.dtype, torch.float32):
+        raise TypeError(
+            f"{name} must be of torch.float32 or x's dtype {x.dtype}, got {given.dtype}"
+        )
+    shape = (*x.shape[:-2], 1, x.shape[-1] // 2)
+    missing = len(shape) - given.dim()
+    fits = x.dim() > 1 and x.shape[-1] % 2 == 0 and 0 <= missing <= len(shape) - 2
+    if fits:
+        at_ends = given.shape[-2:] == shape[-2:]
+        along = zip(given.shape[:-2], shape[missing:-2], strict=True)
+        fits = at_ends and all(size in (1, wanted) for size, wanted in along)
+    if not fits:
+        raise ValueError(
+            f"{name} must have the shape {shape}, or 1 where it is repeated, got "
+            f"{tuple(given.shape)}"
+        )
