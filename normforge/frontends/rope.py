@@ -14,7 +14,15 @@ from ..serve.kernels import Source
 from ..serve.options import SMALLEST_EPS
 from ..torch_internals import float_of, served_dtype
 from .rope_checks import check_rotated, checked_heads, turns_of
-from .rope_node import SERVED, Gradients, formula, gradients_by_formula, rotated_norm
+from .rope_node import (
+    SERVED,
+    Gradients,
+    PackedGradients,
+    formula,
+    gradients_by_formula,
+    rotated_norm,
+)
+from .rope_packed import packed_norms, parts_of
 from .row_functions import OneOperation, RowFunctions
 
 
@@ -80,7 +88,8 @@ class RotatedFunctions(RowFunctions):
         eps: float = 1e-6,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Compute `rms_norm_rope` of the queries and of the keys in a packed projection, without a
-        copy of them. Differentiable in qkv and the weights.
+        copy of them. Differentiable in qkv and the weights; the gradients of q, k and v are written
+        where they lie in that of qkv.
 
         Args:
             qkv: (..., (Hq + 2 * Hkv) * D): the heads of the queries, of the keys, and of the
@@ -96,11 +105,14 @@ class RotatedFunctions(RowFunctions):
         Raises:
             TypeError, ValueError: if the arguments do not fit together.
         """
-        of_queries, of_keys, width = checked_heads(qkv, heads)
-        sizes = [of_queries * width, of_keys * width, of_keys * width]
-        q, k, v = (part.unflatten(-1, (-1, width)) for part in qkv.split(sizes, -1))
-        turned = self.rms_norm_rope(q, q_weight, cos, sin, eps)
-        return turned, self.rms_norm_rope(k, k_weight, cos, sin, eps), v
+        of_queries, of_keys = checked_heads(qkv, heads)
+        eps = float_of(eps)
+        q, k, _ = parts_of(qkv, of_queries, of_keys)
+        check_rotated(q, q_weight, cos, sin, eps)
+        check_rotated(k, k_weight, cos, sin, eps)
+        weights = (served_dtype(q_weight, qkv), served_dtype(k_weight, qkv))
+        of_turns = turns_of(q, cos, sin)
+        return packed_norms(qkv, *weights, *of_turns, of_queries, of_keys, eps, self.name)
 
     def forward(self, *given: Any) -> torch.Tensor:
         """Return y without gradients, of arguments as of RotatedNorms."""
@@ -113,8 +125,8 @@ class RotatedFunctions(RowFunctions):
         tensors = {"x": x, "weight": weight, "cos": cos, "sin": sin, "eps": eps}
         return server(tensors)["y"]
 
-    def backward(self, *given: Any) -> Gradients:
-        """Return dx and dw, of arguments as of RotatedNorms."""
+    def backward(self, *given: Any, into: torch.Tensor | None = None) -> Gradients:
+        """Return dx and dw, of arguments as of RotatedNorms. into: where dx is to be written."""
         dy, x, weight, cos, sin, eps = given
         server = self.server(RMSNORM_ROPE_BACKWARD)
         served = eps >= SMALLEST_EPS
@@ -123,10 +135,30 @@ class RotatedFunctions(RowFunctions):
             served = False
         if not served:
             with torch.no_grad():
-                return gradients_by_formula(*given)
+                dx, dw = gradients_by_formula(*given)
+                return dx if into is None else into.copy_(dx), dw
         tensors = {"x": x, "dy": dy, "weight": weight, "cos": cos, "sin": sin, "eps": eps}
-        found = server(tensors)
+        found = server(tensors, {} if into is None else {"dx": into})
         return found["dx"], None if weight is None else found["dw"]
+
+    def forward_packed(self, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return q and k without gradients, of arguments as of `packed_norms`."""
+        qkv, q_weight, k_weight, cos, sin, of_queries, of_keys, eps = given
+        q, k, _ = parts_of(qkv, of_queries, of_keys)
+        turned = self.forward(q, q_weight, cos, sin, eps)
+        return turned, self.forward(k, k_weight, cos, sin, eps)
+
+    def backward_packed(self, *given: Any) -> PackedGradients:
+        """Return the gradients of q, k and v where they lie in that of qkv, and those of the
+        weights, of dq, dk, dv and arguments as of `packed_norms`."""
+        dq, dk, dv, qkv, q_weight, k_weight, cos, sin, *heads, eps = given
+        with torch.no_grad():
+            made = qkv.new_empty(qkv.shape)
+            (q, k, _), (to_q, to_k, to_v) = parts_of(qkv, *heads), parts_of(made, *heads)
+            _, of_q = self.backward(dq, q, q_weight, cos, sin, eps, into=to_q)
+            _, of_k = self.backward(dk, k, k_weight, cos, sin, eps, into=to_k)
+            to_v.copy_(dv)
+        return made, of_q, of_k
 
 
 class RotatedPackage(RotatedFunctions):

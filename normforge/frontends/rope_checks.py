@@ -62,9 +62,9 @@ def turns_of(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[Any
     return found[0], found[1]
 
 
-def checked_heads(qkv: Any, heads: Any) -> tuple[int, int, int]:
-    """Return the numbers of heads, and the columns of each. Raises TypeError or ValueError for a
-    projection that does not have them."""
+def checked_heads(qkv: Any, heads: Any) -> tuple[int, int]:
+    """Return the numbers of heads. Raises TypeError or ValueError for a projection that does not
+    have them."""
     if not isinstance(qkv, torch.Tensor):
         raise TypeError(f"qkv must be a torch.Tensor, got {type(qkv).__name__}")
     whole = isinstance(heads, (tuple, list)) and len(heads) == 2
@@ -79,4 +79,4 @@ def checked_heads(qkv: Any, heads: Any) -> tuple[int, int, int]:
         raise ValueError(
             f"qkv has {columns} columns, no multiple of {of_queries} + 2 * {of_keys} heads"
         )
-    return of_queries, of_keys, columns // every
+    return of_queries, of_keys

@@ -25,6 +25,8 @@ from .library import Served, define
 
 Gradients = tuple[torch.Tensor, "torch.Tensor | None"]
 """dx, and dw where there is a weight."""
+PackedGradients = tuple[torch.Tensor, "torch.Tensor | None", "torch.Tensor | None"]
+"""The gradients of a packed projection, and of the weights of queries and keys that there are."""
 
 
 class RotatedNorms(Protocol):
@@ -49,6 +51,10 @@ class RotatedNorms(Protocol):
         sin: torch.Tensor,
         eps: float,
     ) -> Gradients: ...
+
+    def forward_packed(self, *given: Any) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def backward_packed(self, *given: Any) -> PackedGradients: ...
 
     def retire(self) -> None: ...
 
@@ -108,7 +114,7 @@ def gradients_by_formula(dy: Any, x: Any, weight: Any, cos: Any, sin: Any, eps: 
 
 
 def _forward(*given: Any) -> torch.Tensor:
-    """Return y without gradients, of tensors that `_is_ours` has seen."""
+    """Return y without gradients, of tensors that `is_ours` has seen."""
     *call, package = given
     y: torch.Tensor
     if is_dynamo_compiling() or watched() or not all(map(is_plain, call)):
@@ -141,7 +147,7 @@ class RotatedNode(torch.autograd.Function):
         return dx, dw if ctx.needs_input_grad[1] else None, None, None, None, None
 
 
-def _is_ours(*given: Any) -> bool:
+def is_ours(*given: Any) -> bool:
     """Return True if a node may take these tensors. Transforms, forward mode, tracers and
     subclasses of tensors know PyTorch's operators alone; modes and fake tensors know ours, too."""
     if transforms_active():
@@ -156,7 +162,7 @@ def _is_ours(*given: Any) -> bool:
 
 def rotated_norm(x: Any, weight: Any, cos: Any, sin: Any, eps: float, package: str) -> torch.Tensor:
     """Compute `formula` as a package serves it; by PyTorch's operators where it does not."""
-    if not _is_ours(x, weight, cos, sin):
+    if not is_ours(x, weight, cos, sin):
         return formula(x, weight, cos, sin, eps)
     if not torch.is_grad_enabled():
         return _forward(x, weight, cos, sin, eps, package)

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import (
 import normforge
 from normforge import qk_norm_rope, rms_norm_rope
 from normforge.frontends.rope_node import SERVED, rms_norm_rope_backward, rms_norm_rope_forward
+from normforge.frontends.rope_packed import qk_norm_rope_backward, qk_norm_rope_forward
 from normforge.operations import OPERATIONS, ROTATED, RowOperation
 from normforge.rope import explain
 from normforge.serve.rows import RowServer
@@ -201,9 +202,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
 
     def watch(name: str, before: Any) -> None:
-        def call(*given: Any) -> Any:
+        def call(*given: Any, **how: Any) -> Any:
             seen.append(name)
-            return before(*given)
+            return before(*given, **how)
 
         monkeypatch.setattr(functions, name, call)
 
@@ -235,19 +236,11 @@ def test_a_compiled_call_is_one_graph_of_operators(calls: list[str]) -> None:
 def test_inductor_runs_the_operators(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor is stricter where the environment has CI."""
     monkeypatch.setenv("CI", "true")
-    torch.manual_seed(0)
-    qkv = torch.randn(B, S, 8 * D, requires_grad=True)
-    weights = [torch.rand(D, requires_grad=True) for _ in range(2)]
-    of_turns = turns(1, S, dtype=torch.float32)
-
-    def run(*given: torch.Tensor) -> torch.Tensor:
-        q, k, v = qk_norm_rope(*given, *of_turns, HEADS)
-        return torch.cat((q, k, v), -2) * 2
-
+    leaves, run = packed()
     torch.compiler.reset()
-    found = gradients(torch.compile(run, fullgraph=True), [qkv, *weights])
+    found = gradients(torch.compile(run, fullgraph=True), leaves)
     assert sorted(calls) == ["backward"] * 2 + ["forward"] * 2
-    check(found, gradients(run, [qkv, *weights]))
+    check(found, gradients(run, leaves))
 
 
 def test_sizes_that_a_compiled_call_leaves_open(calls: list[str]) -> None:
@@ -272,6 +265,64 @@ def test_the_operators_are_what_pytorch_asks_of_one() -> None:
     turned = torch.rand(3, D, 2).mT
     torch.library.opcheck(rms_norm_rope_forward, (turned, torch.rand(D), *given[2:]))
     assert normforge.rope.operators.rms_norm_rope.v1 is rms_norm_rope_forward
+
+
+def packed(dtype: torch.dtype = torch.float32) -> tuple[list[torch.Tensor], Any]:
+    """A projection and weights, and its norms as one tensor."""
+    torch.manual_seed(0)
+    leaves = [torch.randn(B, S, 8 * D, dtype=dtype), *(torch.rand(D, dtype=dtype) for _ in "qk")]
+    of_turns = turns(1, S, dtype=dtype)
+
+    def run(*given: torch.Tensor) -> torch.Tensor:
+        return torch.cat(qk_norm_rope(*given, *of_turns, HEADS, EPS), -2)
+
+    return [leaf.requires_grad_() for leaf in leaves], run
+
+
+def test_the_operators_of_a_projection_are_what_pytorch_asks_of_one() -> None:
+    (qkv, *weights), _ = packed()
+    cos, sin = (one[..., : D // 2].unsqueeze(-2) for one in turns(1, S, dtype=torch.float32))
+    dq, dk, dv = (torch.rand(B, S, heads, D) for heads in (4, 2, 2))
+    for given in ((qkv, *weights), (qkv.mT.contiguous().mT, None, None)):
+        call = (*(None if one is None else one.detach() for one in given), cos, sin)
+        rest = (*HEADS, EPS, "*/rope")
+        torch.library.opcheck(qk_norm_rope_forward, (*call, *rest))
+        torch.library.opcheck(qk_norm_rope_backward, (dq, dk, dv, *call, *rest))
+
+
+def test_a_projection_has_one_node_whose_gradient_is_written_at_once(calls: list[str]) -> None:
+    """The gradients of q, k and v are parts of one tensor, and are not concatenated."""
+    leaves, run = packed()
+    q, k, _ = qk_norm_rope(*leaves, *turns(1, S, dtype=torch.float32), HEADS, EPS)
+    assert q.grad_fn is k.grad_fn is not None
+    torch.compiler.reset()
+    traced = make_fx(lambda *given: gradients(run, list(given)))(*leaves)
+    targets = [node.target for node in traced.graph.nodes]
+    assert targets.count(qk_norm_rope_forward) == targets.count(qk_norm_rope_backward) == 1
+    assert targets.count(torch.ops.aten.cat.default) == 1  # that of the test
+    check(traced(*leaves), gradients(run, leaves))
+    _, k, _ = qk_norm_rope(*leaves, *turns(1, S, dtype=torch.float32), HEADS, EPS)
+    (dqkv,) = torch.autograd.grad(k.sum(), leaves[:1])  # others are not needed
+    heads = dqkv.unflatten(-1, (-1, D))
+    assert heads[..., 4:6, :].any() and not heads[..., :4, :].any() and not heads[..., 6:, :].any()
+
+
+def test_a_projection_has_second_derivatives_and_transforms() -> None:
+    leaves, run = packed(torch.float64)
+    few = [leaves[0][:1, :2].detach().requires_grad_(), *leaves[1:]]
+    of_turns = [one[:, :2] for one in turns(1, S)]
+
+    def some(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return qk_norm_rope(*given, *of_turns, HEADS, EPS)
+
+    assert torch.autograd.gradcheck(some, few)
+    assert torch.autograd.gradgradcheck(some, few)
+    given = [leaf.detach() for leaf in leaves]
+    found = torch.func.grad(lambda qkv: run(qkv, *given[1:]).square().sum())(given[0])
+    torch.testing.assert_close(found, gradients(run, leaves)[0])
+    with torch.inference_mode():
+        made = torch.ones(B, S, 8 * D, dtype=torch.float64)
+    assert all(one.any() for one in gradients(lambda *w: run(made, *w), leaves[1:]))
 
 
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
@@ -377,9 +428,9 @@ class Kernels:
     def is_without_kernels(self, x: torch.Tensor) -> bool:
         return False
 
-    def __call__(self, tensors: Any) -> Any:
+    def __call__(self, tensors: Any, *into: Any) -> Any:
         self._seen.append((self._server.operation.name, tensors))
-        return self._server(tensors)
+        return self._server(tensors, *into)
 
 
 @pytest.fixture
