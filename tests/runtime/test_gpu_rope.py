@@ -1,0 +1,163 @@
+"""RMSNorm with the rotary embedding on a GPU: kernels of heads in the harness that tunes, and the
+functions of packages of them, against float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from generator.evaluate.gpu.protocol import Candidate
+from generator.evaluate.gpu.workload import Workload
+from generator.evaluate.verify.accuracy import check_accuracy
+from generator.evaluate.verify.determinism import check_call_options, check_repeats
+from generator.kernels.cubin_cache import compile_variant
+from generator.package.emit import emit_package
+from generator.problem import Problem
+from generator.target import Target
+from normforge.frontends.rope import RotatedFunctions
+from normforge.frontends.rope_node import formula
+from normforge.frontends.rope_packed import parts_of
+from normforge.operations import ROTATED
+from normforge.serve.kernels import Source, source_of
+from tests.support.samples import plain_variant, planted_entry
+
+pytestmark = pytest.mark.gpu
+BF16 = torch.bfloat16
+PIPELINES: dict[str, dict[str, int | str]] = {
+    "direct": {"pipeline": "direct"},
+    "async": {"pipeline": "async", "stages": 3},
+}
+
+
+def strategy_of(name: str) -> str:
+    return "none" if name.endswith("_forward") else "column_slices"
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+@pytest.mark.parametrize(
+    ("shape", "threads_per_row"),
+    [
+        *(("9999x128:bf16", threads) for threads in (8, 16, 32)),
+        ("9999x64:fp16:fp32", 8),
+        ("9999x96:bf16", 16),
+        ("9999x256:bf16+offset", 16),
+        ("9999x128:fp32", 32),
+    ],
+)
+@pytest.mark.parametrize("name", ROTATED)
+def test_kernels_of_heads_are_accurate_and_repeat_their_bits(
+    here: Target, name: str, shape: str, threads_per_row: int, pipeline: str
+) -> None:
+    problem = Problem.parse(shape, name)
+    knobs = {"threads_per_row": threads_per_row, "rows_per_cta": 8, "strategy": strategy_of(name)}
+    v = plain_variant(problem, here, **knobs, **PIPELINES[pipeline])
+    compiled = compile_variant(v, here.arch)
+    assert compiled.error == "" and compiled.spills == 0
+    work = Workload(problem, torch.device("cuda", 0))
+    bench = work.bench(Candidate(compiled.cubin, v.spec(here.sms)))
+    assert check_accuracy(bench, work.inputs, work.expected).fault == ""
+    assert check_repeats(bench, work.cancelling) == ""
+    assert check_call_options(bench, work.inputs, v.signature) == ""
+
+
+@pytest.fixture(scope="module")
+def functions(here: Target, tmp_path_factory: pytest.TempPathFactory) -> RotatedFunctions:
+    """The functions of a package for each direction, of heads of 128 columns in bf16."""
+    folder = tmp_path_factory.mktemp("rope")
+
+    def source(name: str) -> Source | str:
+        knobs = {"threads_per_row": 16, "rows_per_cta": 8, "strategy": strategy_of(name)}
+        problems = [Problem.parse(f"{name}:4096x128:bf16{weight}") for weight in ("", ":fp32")]
+        entries = [planted_entry(problem, here, **knobs) for problem in problems]
+        emit_package(entries, [], here, folder / name)
+        return source_of(folder / name, name)
+
+    return RotatedFunctions(source, "of a test")
+
+
+def randn(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.randn(shape, device="cuda", dtype=dtype)
+
+
+def turns(*shape: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    angles = torch.randn(*shape, 64, device="cuda")
+    whole = torch.cat((angles, angles), -1)
+    return whole.cos().to(dtype), whole.sin().to(dtype)
+
+
+def check(found: Any, exact: Any) -> None:
+    """Compare with a reference in float64, up to a rounding and the arithmetic in fp32."""
+    for one, other in zip(found, exact, strict=True):
+        unit = torch.finfo(one.dtype).eps / 2
+        error = (one.double() - other).abs()
+        assert bool((error <= 1.01 * unit * other.abs() + 1e-5 * other.abs().max()).all())
+
+
+@pytest.mark.parametrize("of_turns", [BF16, torch.float32])
+@pytest.mark.parametrize("shape", [(3, 70), (1, 70), (70,), (3, 1)])
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.usefixtures("deterministic", "served_by_kernels")
+def test_queries_and_keys_of_a_projection_are_those_of_the_formula(
+    functions: RotatedFunctions, wide: bool, shape: tuple[int, ...], of_turns: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    qkv = randn(3, 70, 48 * 128).requires_grad_()
+    weights = [randn(128, dtype=torch.float32 if wide else BF16).requires_grad_() for _ in "qk"]
+    cos, sin = turns(*shape, dtype=of_turns)
+    leaves = [qkv, *weights]
+    found = functions.qk_norm_rope(*leaves, cos, sin, (32, 8), 1e-6)
+    exact_leaves = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    halves = [one[..., :64].double().unsqueeze(-2) for one in (cos, sin)]
+    q, k, v = parts_of(exact_leaves[0], 32, 8)
+    exact = [formula(x, w, *halves, 1e-6) for x, w in zip((q, k), exact_leaves[1:], strict=True)]
+    check(found, [*exact, v])
+    dy = [randn(*part.shape) for part in found]
+    wide_dy = [one.double() for one in dy]
+    expected = torch.autograd.grad([*exact, v], exact_leaves, wide_dy)
+    check(torch.autograd.grad(found, leaves, dy), expected)
+
+
+@pytest.mark.usefixtures("deterministic", "served_by_kernels")
+def test_a_captured_and_a_compiled_step_give_the_bits_of_a_plain_one(
+    functions: RotatedFunctions,
+) -> None:
+    torch.manual_seed(0)
+    qkv, (cos, sin) = randn(2, 33, 8 * 128).requires_grad_(), turns(1, 33, dtype=BF16)
+    leaves = [qkv, *(randn(128).requires_grad_() for _ in "qk")]
+    dy = [randn(2, 33, heads, 128) for heads in (4, 2, 2)]
+
+    def step(run: Any = functions.qk_norm_rope) -> list[torch.Tensor]:
+        found = run(*leaves, cos, sin, (4, 2))
+        return [*(part.detach() for part in found), *torch.autograd.grad(found, leaves, dy)]
+
+    plain = step()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(2):
+        for one in captured[:2]:
+            one.fill_(torch.nan)
+        graph.replay()
+        assert all(torch.equal(one, other) for one, other in zip(captured, plain, strict=True))
+    torch.compiler.reset()
+    compiled = torch.compile(functions.qk_norm_rope, fullgraph=True, backend="aot_eager")
+    assert all(torch.equal(one, other) for one, other in zip(step(compiled), plain, strict=True))
+
+
+@pytest.mark.usefixtures("deterministic", "served_by_kernels")
+def test_heads_in_other_places_give_the_same_bits(functions: RotatedFunctions) -> None:
+    torch.manual_seed(0)
+    x, weight = randn(2, 33, 5, 128), randn(128)
+    cos, sin = turns(2, 33, dtype=torch.float32)
+    wanted = functions.rms_norm_rope(x, weight, cos, sin)
+    turned = x.transpose(1, 2).contiguous().transpose(1, 2)  # as from a transposed gradient
+    for other in (turned, torch.cat((x, x), -1)[..., 128:]):
+        assert torch.equal(functions.rms_norm_rope(other, weight, cos, sin), wanted)
+    odd = [torch.cat((one[..., :1], one), -1)[..., 1:] for one in (cos, sin)]
+    assert torch.equal(functions.rms_norm_rope(x, weight, *odd), wanted)
