@@ -122,6 +122,7 @@ def render(variant: Variant, *, comments: bool = True, include: bool = False) ->
         **expressions(signature),
         source=source_of(comments, include, signature, variant.producer),
         producer=variant.producer,
+        holds_numbers=variant.holds_numbers,
         early_sums=variant.early_sums,
         signature=signature,
         name=variant.id,
