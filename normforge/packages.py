@@ -23,6 +23,7 @@ from .frontends.batch_invariant import BatchInvariantPackage
 from .frontends.gated import GatedPackage
 from .frontends.layer_norm import LayerNormPackage
 from .frontends.layer_norm_operators import LayerNormOperators
+from .frontends.norm_add import NormAddPackage
 from .frontends.operators import Operators
 from .frontends.package import NormPackage
 from .operations import GATED
@@ -245,16 +246,19 @@ def open_package(file: str, module: str, operation: str) -> Any:
     the library does not know, ValueError and OSError for a damaged package."""
     if operation not in _LIBRARY and (Path(file).resolve().parent / NAME).exists():
         return OwnPackage(Path(file).resolve().parent, module)
-    if operation not in (*_LIBRARY, *GATED):
+    known = (*_LIBRARY, NormAddPackage.operation, *GATED)
+    if operation not in known:
         raise ImportError(
             f"{module} is a package of {operation}, which this version of Normforge does not know: "
-            f"install one that does. It knows {', '.join((*_LIBRARY, *GATED))}"
+            f"install one that does. It knows {', '.join(known)}"
         )
     folder = Path(file).resolve().parent
     ours = folder.parent.parent in _roots()
     name = "/".join(folder.parts[-2:]) if ours else module
     if _opened.setdefault((operation, name), folder) != folder:
         name = str(folder)
+    if operation == NormAddPackage.operation:
+        return NormAddPackage(folder, name)
     return (GatedPackage if operation in GATED else _LIBRARY[operation][0])(folder, name)
 
 

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from normforge.launch.driver import LaunchError
 from normforge.launch.loaded_kernel import LoadedKernel
-from normforge.operations import OPERATIONS, RowOperation, Signature
+from normforge.operations import OPERATIONS, RMSNORM_ADD_FORWARD, RowOperation, Signature
 from normforge.operations.formula import evaluate
 from normforge.operations.signature import (
     added_rows,
@@ -30,6 +30,7 @@ from normforge.operations.signature import (
     sums,
 )
 from normforge.serve import rows as module
+from normforge.serve.row_checks import check_tensors
 from normforge.serve.rows import RowServer
 from normforge.spec import plan_launch
 from normforge.table import Table
@@ -135,7 +136,9 @@ def serve(driver: Device, device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -
 
     kernels = SimpleNamespace(backward=table, loaded=SimpleNamespace(get=load))
     server = RowServer(BLEND, lambda index: kernels)  # type: ignore[arg-type, return-value]
-    return lambda tensors: server._by_kernel(server._check(tensors), tensors)
+    return lambda tensors, *offset: server._by_kernel(
+        check_tensors(BLEND, tensors), tensors, *offset
+    )
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -308,7 +311,7 @@ def test_without_a_package_the_formula_serves_on_a_gpu_with_one_warning(
     without = RowServer(BLEND, "there is no package of blend")
     assert without.explain(M, N, "bf16")["reason"] == without.missing
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
-    monkeypatch.setattr(without, "_by_formula", lambda x, tensors: "by the formula")
+    monkeypatch.setattr(without, "_by_formula", lambda *given: "by the formula")
     rows = {name: one for name, one in plain().items() if name != "h"}
     with warnings.catch_warnings(record=True) as said, FakeTensorMode():
         warnings.simplefilter("always")
@@ -379,3 +382,29 @@ def test_what_does_not_fit_together_is_one_sentence(server: RowServer, name: str
     with pytest.raises((TypeError, ValueError), match=re.escape(said)) as error:
         server(plain(**change))
     assert "\n" not in str(error.value)
+
+
+def test_an_offset_is_added_to_the_columns(serve: Any, server: RowServer, driver: Device) -> None:
+    """Kernels without that option get the columns with it, in fp32."""
+    tensors = plain()
+    moved = tensors | {"g": tensors["g"] + 2}
+    check(serve(tensors, 2.0), moved)
+    check(serve(plain(g=None), 2.0), moved | {"g": torch.full((N,), 3.0)})
+    assert {
+        seen.arguments.weight_offset for seen in driver.launches if seen.function == "blend"
+    } == {0.0}
+    exact = evaluate(BLEND, moved)
+    for name, out in server(tensors, 2.0).items():
+        assert torch.equal(out, exact[name]), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_numbers_of_rows_are_an_output(dtype: torch.dtype) -> None:
+    server = RowServer(RMSNORM_ADD_FORWARD, lambda index: None)  # type: ignore[arg-type, return-value]
+    x, r = (random(*SHAPE).to(dtype) + i for i in range(2))
+    found = server({"x": x, "r": r, "weight": None, "eps": 1.0})
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    assert (found["rstd"].dtype, found["rstd"].shape) == (wide, (*SHAPE[:-1], 1))
+    rstd = (x.to(wide).square().mean(-1, keepdim=True) + 1).rsqrt()
+    torch.testing.assert_close(found["rstd"], rstd)
+    assert torch.equal(found["y"], (x.to(wide) * found["rstd"] + r.to(wide)).to(dtype))
