@@ -12,6 +12,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from re import IGNORECASE, escape, search
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ from .frontends.operators import Operators
 from .frontends.package import NormPackage
 from .operations import GATED
 from .own import NAME, OwnPackage
-from .serve.kernels import Kernels
+from .serve.kernels import Kernels, Source
 from .serve.warn_once import WarnOnce
 from .table import TABLE, runs_on
 
@@ -208,6 +209,16 @@ class Chosen:
         return known
 
 
+def source_by_gpu(operation: str) -> Source | str:
+    """The kernels of an operation, by the GPU, or why there are none."""
+    if not tuned_packages(operation):
+        return f"there is no tuned package of {operation}"
+    try:
+        return Chosen(operation)
+    except RuntimeError as error:
+        return str(error)
+
+
 _chosen: dict[str, NormPackage] = {}
 _choosing = threading.RLock()
 
@@ -229,6 +240,7 @@ def _choose(operation: str) -> NormPackage:
         made.beside = "normforge.batch_invariant"
     if operation == "rmsnorm_backward":
         made.gated = "normforge.gated_packages"
+        made.add_by(partial(source_by_gpu, NormAddPackage.operation))
     for layer in ("RMSNorm", "LayerNorm"):
         if hasattr(made, layer):
             getattr(made, layer).__module__ = module  # pickle finds it there
