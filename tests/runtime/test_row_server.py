@@ -120,8 +120,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 @pytest.fixture
-def serve(driver: Device, device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return what serves calls by a kernel for CPU tensors, its outputs, or why there is none."""
+def tuned(driver: Device, device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> RowServer:
+    """One with kernels, which take CPU tensors."""
     monkeypatch.setitem(OPERATIONS, "blend", BLEND)
     monkeypatch.setattr(module, "current_device", lambda: 0)
     monkeypatch.setattr(module, "raw_stream", lambda index: device.here())
@@ -135,8 +135,13 @@ def serve(driver: Device, device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -
         return kept.setdefault(kernel.spec.residual, LoadedKernel(b"cubin", kernel.spec))
 
     kernels = SimpleNamespace(backward=table, loaded=SimpleNamespace(get=load))
-    server = RowServer(BLEND, lambda index: kernels)  # type: ignore[arg-type, return-value]
-    return lambda tensors, *offset: server._by_kernel(
+    return RowServer(BLEND, lambda index: kernels)  # type: ignore[arg-type, return-value]
+
+
+@pytest.fixture
+def serve(tuned: RowServer) -> Any:
+    """Return what serves calls by a kernel for CPU tensors: its outputs, or why there is none."""
+    return lambda tensors, *offset: tuned._by_kernel(
         check_tensors(BLEND, tensors), tensors, *offset
     )
 
@@ -275,6 +280,60 @@ def test_a_captured_call_has_counters_of_its_own(
         serve(tensors)
     first, second, captured = (seen.arguments for seen in driver.launches)
     assert first.counters == second.counters != captured.counters != 0
+
+
+def moved(tensors: dict[str, Any]) -> dict[str, Any]:
+    """The same kind of tensors, elsewhere."""
+    return {k: t + 1 if isinstance(t, torch.Tensor) else t for k, t in tensors.items()}
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The choices of a kernel."""
+    made, choose = list[Any](), Table.choose
+    monkeypatch.setattr(Table, "choose", lambda *a, **k: made.append(a) or choose(*a, **k))
+    return made
+
+
+def test_calls_like_a_known_one_have_addresses_and_numbers_of_their_own(
+    serve: Any, driver: Device, chosen: list[Any]
+) -> None:
+    first, other = plain(), plain(h=4)
+    for tensors in (first, moved(first), other, moved(other), first, plain(a=KINDS["heads"])):
+        check(serve(tensors), tensors)
+    assert len(chosen) == 3
+    with torch.enable_grad():
+        wanting = first | {"a": first["a"].clone().requires_grad_()}
+        found = serve(wanting)
+    assert torch.equal(found["p"], evaluate(BLEND, first)["p"]) and len(chosen) == 3
+
+
+def test_what_lies_elsewhere_is_not_like_a_known_call(serve: Any, chosen: list[Any]) -> None:
+    """Kernels read whole vectors, and copies are made anew."""
+    tensors = plain()
+    check(serve(tensors), tensors)
+    assert isinstance(serve(tensors | {"g": random(N + 1)[1:]}), str)
+    negated = plain(c=torch.complex(random(*SHAPE), random(*SHAPE)).conj().imag)
+    for change in ({"b": KINDS["by column"]}, {"b": KINDS["columns apart"]}, negated):
+        for again in (tensors | change, moved(tensors) | change):
+            check(serve(again), again)
+    assert len(chosen) == 8
+
+
+def test_a_known_call_follows_its_stream_and_its_scratch(
+    serve: Any, tuned: RowServer, driver: Device, device: FakeDevice, chosen: list[Any]
+) -> None:
+    places = []
+    for device.stream in (7, 8, 7):
+        check(serve(plain()), plain())
+        places.append(driver.launches[-2].arguments.scratch)
+    assert places[0] == places[2] != places[1]
+    tuned._workspaces.of_stream(0, 7).scratch_words = 0  # another call has needed more
+    check(serve(plain()), plain())
+    main, second = driver.launches[-2:]
+    scratch = tuned._workspaces.of_stream(0, 7).scratch
+    assert scratch != places[0] and main.arguments.scratch == second.arguments[0] == scratch
+    assert len(chosen) == 1
 
 
 def test_what_no_kernel_serves_is_said(serve: Any) -> None:
