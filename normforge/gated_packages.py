@@ -8,23 +8,12 @@ from typing import Any
 from .frontends.gated import GatedFunctions
 from .frontends.gated_node import SERVED
 from .operations import GATED
-from .packages import Chosen, open_named, tuned_packages
-from .serve.kernels import Source
+from .packages import open_named, source_by_gpu
 
 _NAME = "*/gated"
 
 
-def _source_of(operation: str) -> Source | str:
-    """The kernels of an operation, by the GPU, or why there are none."""
-    if not tuned_packages(operation):
-        return f"there is no tuned package of {operation}"
-    try:
-        return Chosen(operation)
-    except RuntimeError as error:
-        return str(error)
-
-
-functions = GatedFunctions(_source_of, _NAME)
+functions = GatedFunctions(source_by_gpu, _NAME)
 functions.RMSNormGated.__module__ = "normforge.gated"  # pickle finds it there
 
 

@@ -12,6 +12,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from re import IGNORECASE, escape, search
 from typing import Any, NamedTuple
@@ -23,11 +24,12 @@ from .frontends.batch_invariant import BatchInvariantPackage
 from .frontends.gated import GatedPackage
 from .frontends.layer_norm import LayerNormPackage
 from .frontends.layer_norm_operators import LayerNormOperators
+from .frontends.norm_add import NormAddPackage
 from .frontends.operators import Operators
 from .frontends.package import NormPackage
 from .operations import GATED
 from .own import NAME, OwnPackage
-from .serve.kernels import Kernels
+from .serve.kernels import Kernels, Source
 from .serve.warn_once import WarnOnce
 from .table import TABLE, runs_on
 
@@ -207,6 +209,16 @@ class Chosen:
         return known
 
 
+def source_by_gpu(operation: str) -> Source | str:
+    """The kernels of an operation, by the GPU, or why there are none."""
+    if not tuned_packages(operation):
+        return f"there is no tuned package of {operation}"
+    try:
+        return Chosen(operation)
+    except RuntimeError as error:
+        return str(error)
+
+
 _chosen: dict[str, NormPackage] = {}
 _choosing = threading.RLock()
 
@@ -228,6 +240,7 @@ def _choose(operation: str) -> NormPackage:
         made.beside = "normforge.batch_invariant"
     if operation == "rmsnorm_backward":
         made.gated = "normforge.gated_packages"
+        made.add_by(partial(source_by_gpu, NormAddPackage.operation))
     for layer in ("RMSNorm", "LayerNorm"):
         if hasattr(made, layer):
             getattr(made, layer).__module__ = module  # pickle finds it there
@@ -245,16 +258,19 @@ def open_package(file: str, module: str, operation: str) -> Any:
     the library does not know, ValueError and OSError for a damaged package."""
     if operation not in _LIBRARY and (Path(file).resolve().parent / NAME).exists():
         return OwnPackage(Path(file).resolve().parent, module)
-    if operation not in (*_LIBRARY, *GATED):
+    known = (*_LIBRARY, NormAddPackage.operation, *GATED)
+    if operation not in known:
         raise ImportError(
             f"{module} is a package of {operation}, which this version of Normforge does not know: "
-            f"install one that does. It knows {', '.join((*_LIBRARY, *GATED))}"
+            f"install one that does. It knows {', '.join(known)}"
         )
     folder = Path(file).resolve().parent
     ours = folder.parent.parent in _roots()
     name = "/".join(folder.parts[-2:]) if ours else module
     if _opened.setdefault((operation, name), folder) != folder:
         name = str(folder)
+    if operation == NormAddPackage.operation:
+        return NormAddPackage(folder, name)
     return (GatedPackage if operation in GATED else _LIBRARY[operation][0])(folder, name)
 
 

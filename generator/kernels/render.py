@@ -169,6 +169,8 @@ def expressions(signature: Signature) -> dict[str, Any]:
         found[signature.columns.name] = "weight_of(w, i, args.weight_offset)"
     for name, array in results.items():
         found[name] = f"{array}[i]"
+    for tensor in signature.row_outputs:
+        found[tensor.name] = f"out_{tensor.name}"
     if signature.sums:
         vectors = ["j", "kVectors + j", *(f"{i} * kVectors + j" for i in range(2, 8))]
         count = signature.sums.count

@@ -8,15 +8,12 @@ from typing import Any
 
 import torch
 
-from ..launch.binding import Binding, bind
-from ..launch.kernel_arguments import Extent, argument_layout, extent_of
-from ..launch.loaded_kernel import LoadedKernel
+from ..launch.kernel_arguments import argument_layout, extent_of
 from ..launch.row_layout import RowLayout, alignment_of, dense, row_layout
 from ..launch.workspace import Workspaces
 from ..operations import RowOperation
 from ..operations.formula import added_to, evaluate, wide_dtype
-from ..operations.signature import Tensor
-from ..spec import Launch, plan_launch
+from ..spec import plan_launch
 from ..table import MAX_ALIGNMENT, Choice, Table
 from ..torch_internals import (
     current_device,
@@ -25,15 +22,13 @@ from ..torch_internals import (
     raw_stream,
     resolved,
 )
-from .checks import FLOATS, foreign_device
+from .checks import foreign_device
 from .collect import collecting
 from .kernels import Source
 from .options import DTYPES
+from .row_calls import KnownCall, KnownCalls
+from .row_checks import Tensors, check_tensors
 from .warn_once import WarnOnce
-
-Tensors = Mapping[str, Any]
-"""The arguments of a call by name: tensors, None for one that it does without, and numbers."""
-_KINDS = ("tensor", "number")
 
 
 class RowServer:
@@ -47,21 +42,33 @@ class RowServer:
         """source: where the kernels are, or a sentence that says why there are none."""
         self.operation, self._source = operation, source
         self._workspaces, self._warn = Workspaces(), WarnOnce()
+        self._known = KnownCalls(operation.signature)
 
-    def __call__(self, tensors: Tensors) -> dict[str, torch.Tensor]:
+    def __call__(self, tensors: Tensors, offset: float = 0.0) -> dict[str, torch.Tensor]:
         """All outputs by name, but for copies that are not asked for: those with rows in the dtype
-        and shape of the first input, sums in that of the columns. tensors: the inputs by name, rows
-        of shape (..., N), numbers as a float. Raises TypeError or ValueError, in one sentence, for
-        what does not fit together."""
-        x = self._check(tensors)
-        self.count(x, self._columns_of(tensors), added_to(self.operation.signature, tensors))
+        and shape of the first input, numbers of a row as (..., 1) in fp32, sums in the dtype of the
+        columns. tensors: the inputs by name, rows of shape (..., N), numbers as a float. offset: is
+        added to the columns in fp32. Raises TypeError or ValueError, in one sentence, for what does
+        not fit together."""
+        x = check_tensors(self.operation, tensors)
+        self.count(
+            x, self._columns_of(tensors), added_to(self.operation.signature, tensors), offset
+        )
         if not self.is_without_kernels(x):
-            with torch.cuda.device(x.device), torch.no_grad():
-                served = self._by_kernel(x, tensors)
+            served = self.by_kernel(tensors, offset)
             if not isinstance(served, str):
                 return served
             self._warn_of(served)
-        return self._by_formula(x, tensors)
+        return self._by_formula(x, tensors, offset)
+
+    def by_kernel(self, tensors: Tensors, offset: float = 0.0) -> dict[str, torch.Tensor] | str:
+        """Return what a call does, of tensors on a GPU that fit together, or the reason why no
+        kernel serves it."""
+        if isinstance(self._source, str):
+            return self._source
+        x = tensors[self.operation.signature.early[0].name]
+        with torch.cuda.device(x.device), torch.no_grad():
+            return self._by_kernel(x, tensors, offset)
 
     def _warn_of(self, why: str) -> None:
         self._warn(f"{why}; using the formula of {self.operation.name} in PyTorch")
@@ -76,6 +83,7 @@ class RowServer:
         x: torch.Tensor,
         columns: torch.Tensor | None,
         added: torch.Tensor | None = None,
+        offset: float = 0.0,
     ) -> None:
         """Tell who collects of a call, or of one for each group of rows (..., H, N) with columns
         (H, N)."""
@@ -83,10 +91,10 @@ class RowServer:
         if recorder is None:
             return
         if columns is None or columns.dim() == 1:
-            recorder.count(self.operation.name, x, columns, dresidual=added)
+            recorder.count(self.operation.name, x, columns, offset != 0, added)
             return
         for rows, one in zip(x.unbind(-2), columns, strict=True):
-            recorder.count(self.operation.name, rows, one)
+            recorder.count(self.operation.name, rows, one, offset != 0)
 
     def is_without_kernels(self, x: torch.Tensor) -> bool:
         """Return True if the formula serves all rows like x. Warns where a GPU has no kernels."""
@@ -95,13 +103,15 @@ class RowServer:
             self._warn_of(self.missing)
         return not served or bool(self.missing)
 
-    def explain(self, M: int, N: int, dtype: str, weight_dtype: str = "") -> dict[str, Any]:
+    def explain(
+        self, M: int, N: int, dtype: str, weight_dtype: str = "", offset: bool = False
+    ) -> dict[str, Any]:
         """Say which kernel serves M aligned rows of N columns ("bf16", "fp16" or "fp32"), and
         why."""
         choice = Choice("none", str(self._source))
         if not isinstance(self._source, str):
             table = self._source(None).backward
-            choice = table.choose(M, N, dtype, weight_dtype or dtype, offset=False, residual="")
+            choice = table.choose(M, N, dtype, weight_dtype or dtype, offset=offset, residual="")
         kernel = None if choice.kernel is None else choice.kernel.file
         return {"how": choice.how, "reason": choice.reason, "kernel": kernel}
 
@@ -109,6 +119,8 @@ class RowServer:
         """Empty outputs for rows like x."""
         signature = self.operation.signature
         made = {t.name: x.new_empty(x.shape) for t in signature.outputs}
+        for tensor in signature.row_outputs:
+            made[tensor.name] = x.new_empty((*x.shape[:-1], 1), dtype=wide_dtype(x))
         if signature.sums:
             columns = self._columns_of(tensors)
             like = x if columns is None else columns
@@ -125,63 +137,28 @@ class RowServer:
         columns = self.operation.signature.columns
         return tensors.get(columns.name) if columns else None
 
-    def _check(self, tensors: Tensors) -> torch.Tensor:
-        signature = self.operation.signature
-        if unknown := sorted(tensors.keys() - {tensor.name for tensor in signature.inputs}):
-            raise TypeError(f"{self.operation.name} takes no '{unknown[0]}'")
-        for tensor in signature.inputs:
-            given = tensors.get(tensor.name)
-            if given is None and not (tensor.late or tensor.role == "columns"):
-                raise TypeError(f"{self.operation.name} needs {tensor.name}")
-            numeric = tensor.role == "number"
-            kind: Any = (int, float) if numeric else torch.Tensor
-            if given is not None and not isinstance(given, kind):
-                raise TypeError(
-                    f"{tensor.name} must be a {_KINDS[numeric]}, got {type(given).__name__}"
-                )
-        x: torch.Tensor = tensors[signature.early[0].name]
-        for tensor in signature.inputs:
-            given = tensors.get(tensor.name)
-            if given is not None and tensor.role != "number":
-                self._check_one(tensor, given, x)
-        return x
-
-    def _check_one(self, tensor: Tensor, given: torch.Tensor, x: torch.Tensor) -> None:
-        first = self.operation.signature.early[0].name
-        if given.device != x.device:
-            raise ValueError(f"{tensor.name} is on {given.device} and {first} on {x.device}")
-        if x.dim() == 0 or x.shape[-1] == 0 or x.dtype not in FLOATS:
-            raise ValueError(
-                f"{first} must be floating rows of at least one element, got {x.dtype} of shape "
-                f"{tuple(x.shape)}"
-            )
-        N, wide = x.shape[-1], wide_dtype(x)
-        dtypes = {"rows": (x.dtype,), "row": (torch.float32, wide)}.get(tensor.role, FLOATS)
-        dtypes = FLOATS if tensor.late else dtypes
-        if given.dtype not in dtypes:
-            raise TypeError(f"{tensor.name} must be of {dtypes[0]}, got {given.dtype}")
-        fits = given.shape == x.shape
-        if tensor.role == "row":
-            fits = given.numel() * N == x.numel()
-        elif tensor.role == "columns":
-            fits = given.shape == (N,)
-        if not fits:
-            wanted = {"row": "one number for each row", "columns": f"shape ({N},)"}
-            what = wanted.get(tensor.role, f"the shape {tuple(x.shape)} of {first}")
-            raise ValueError(f"{tensor.name} must have {what}, got {tuple(given.shape)}")
-
-    def _by_formula(self, x: torch.Tensor, tensors: Tensors) -> dict[str, torch.Tensor]:
+    def _by_formula(
+        self, x: torch.Tensor, tensors: Tensors, offset: float
+    ) -> dict[str, torch.Tensor]:
         with torch.no_grad():
-            found = evaluate(self.operation, tensors)
+            found = evaluate(self.operation, tensors, offset=offset)
             made = self.outputs(x, tensors)
             copies = {copy.name: copy.copy_of for copy in self.operation.signature.copies}
             for name, out in made.items():
                 out.copy_(found[copies.get(name, name)])
         return made
 
-    def _by_kernel(self, x: torch.Tensor, tensors: Tensors) -> dict[str, torch.Tensor] | str:
+    def _by_kernel(
+        self, x: torch.Tensor, tensors: Tensors, offset: float = 0.0
+    ) -> dict[str, torch.Tensor] | str:
         """The outputs, or why no kernel serves the call. x's device is the current one."""
         assert not isinstance(self._source, str)
+        kind = self._known.kind_of(tensors, offset)
+        known = self._known.find(kind)
+        if known is not None:
+            made = self.outputs(x, tensors)
+            self._launch(known, {**tensors, **made})
+            return made
         signature, N = self.operation.signature, x.shape[-1]
         given = {name: resolved(given) for name, given in tensors.items() if given is not None}
         present = [t for t in (*signature.early, *signature.late) if t.name in given]
@@ -205,14 +182,21 @@ class RowServer:
             if tensor.role in ("row", "columns") and tensor.name in given:
                 given[tensor.name] = given[tensor.name].detach().contiguous()
         kernels = self._source(x.device.index)
-        choice = self._choose(kernels.backward, x, given, layouts)
+        choice = self._choose(kernels.backward, x, given, layouts, offset != 0)
+        if choice.kernel is None and offset and signature.columns:
+            columns = self._columns_of(given)
+            ones = x.new_ones(N, dtype=torch.float32) if columns is None else columns.float()
+            return self._by_kernel(x, given | {signature.columns.name: ones + offset})
         if choice.kernel is None:
             return choice.reason
         loaded = kernels.loaded.get(choice.kernel)
         launch = plan_launch(choice.kernel.spec, x.numel() // N)
         made = self.outputs(x, given)
         extent = extent_of(signature, x.numel() // N, N, layouts, launch.group, given)
-        self._launch(loaded, launch, extent, {**given, **made})
+        extent = extent._replace(weight_offset=offset)
+        call = KnownCall(loaded, launch, extent, signature.sums is not None)
+        self._launch(call, {**given, **made})
+        self._known.add(kind, call, tensors, given)
         return made
 
     @staticmethod
@@ -225,6 +209,7 @@ class RowServer:
         x: torch.Tensor,
         given: Mapping[str, torch.Tensor],
         layouts: Mapping[str, RowLayout],
+        offset: bool,
     ) -> Choice:
         signature, N = self.operation.signature, x.shape[-1]
         if foreign := foreign_device(table.target, x.device.index):
@@ -241,36 +226,24 @@ class RowServer:
             N,
             names[0],
             names[1],
-            offset=False,
+            offset=offset,
             residual="" if added is None else DTYPES.get(added.dtype, "none"),
             alignment=alignment_of(places),
             weight_alignment=MAX_ALIGNMENT if columns is None else alignment_of(columns.data_ptr()),
         )
 
-    def _launch(
-        self,
-        kernel: LoadedKernel,
-        launch: Launch,
-        extent: Extent,
-        tensors: Mapping[str, Any],
-    ) -> None:
+    def _launch(self, call: KnownCall, tensors: Tensors) -> None:
         """Enqueue one call on the current stream. Raises LaunchError."""
-        signature = self.operation.signature
         device = current_device()
         stream = raw_stream(device)
-        addresses = argument_layout(signature).addresses(tensors)
-        wants_sums = signature.sums is not None
-
-        def binding(zeros: int, scratch: int, workspace: Any = None) -> Binding:
-            at = (device, stream, zeros, scratch)
-            return bind(kernel, launch, extent, *at, wants_sums, workspace)
-
+        addresses = argument_layout(self.operation.signature).addresses(tensors)
+        launch = call.launch
         if is_capturing():
             zeros = self._workspaces.of_capture(device, stream, launch.scratch_offset)
             scratch = empty_strided((launch.scratch,), (1,), torch.float32)
-            binding(zeros, scratch.data_ptr()).run(*addresses)
+            call.bind(device, stream, zeros, scratch.data_ptr()).run(*addresses)
             return
         workspace = self._workspaces.of_stream(device, stream)
         with workspace.lock:
             workspace.fit(launch)
-            binding(workspace.zeros, workspace.scratch, workspace).run(*addresses)
+            call.binding(device, stream, workspace).run(*addresses)

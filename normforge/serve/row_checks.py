@@ -1,0 +1,65 @@
+"""Checks the arguments of operations over rows: each fault is one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..operations import RowOperation
+from ..operations.formula import wide_dtype
+from ..operations.signature import Tensor
+from .checks import FLOATS
+
+Tensors = Mapping[str, Any]
+"""The arguments of a call by name: tensors, None for one that it does without, and numbers."""
+_KINDS = ("tensor", "number")
+
+
+def check_tensors(operation: RowOperation, tensors: Tensors) -> torch.Tensor:
+    """Return the first rows of a call. Raises TypeError or ValueError for arguments that do not fit
+    together."""
+    signature = operation.signature
+    if unknown := sorted(tensors.keys() - {tensor.name for tensor in signature.inputs}):
+        raise TypeError(f"{operation.name} takes no '{unknown[0]}'")
+    for tensor in signature.inputs:
+        given = tensors.get(tensor.name)
+        if given is None and not (tensor.late or tensor.role == "columns"):
+            raise TypeError(f"{operation.name} needs {tensor.name}")
+        numeric = tensor.role == "number"
+        kind: Any = (int, float) if numeric else torch.Tensor
+        if given is not None and not isinstance(given, kind):
+            raise TypeError(
+                f"{tensor.name} must be a {_KINDS[numeric]}, got {type(given).__name__}"
+            )
+    x: torch.Tensor = tensors[signature.early[0].name]
+    for tensor in signature.inputs:
+        given = tensors.get(tensor.name)
+        if given is not None and tensor.role != "number":
+            _check_one(tensor, given, signature.early[0].name, x)
+    return x
+
+
+def _check_one(tensor: Tensor, given: torch.Tensor, first: str, x: torch.Tensor) -> None:
+    if given.device != x.device:
+        raise ValueError(f"{tensor.name} is on {given.device} and {first} on {x.device}")
+    if x.dim() == 0 or x.shape[-1] == 0 or x.dtype not in FLOATS:
+        raise ValueError(
+            f"{first} must be floating rows of at least one element, got {x.dtype} of shape "
+            f"{tuple(x.shape)}"
+        )
+    N, wide = x.shape[-1], wide_dtype(x)
+    dtypes = {"rows": (x.dtype,), "row": (torch.float32, wide)}.get(tensor.role, FLOATS)
+    dtypes = FLOATS if tensor.late else dtypes
+    if given.dtype not in dtypes:
+        raise TypeError(f"{tensor.name} must be of {dtypes[0]}, got {given.dtype}")
+    fits = given.shape == x.shape
+    if tensor.role == "row":
+        fits = given.numel() * N == x.numel()
+    elif tensor.role == "columns":
+        fits = given.shape == (N,)
+    if not fits:
+        wanted = {"row": "one number for each row", "columns": f"shape ({N},)"}
+        what = wanted.get(tensor.role, f"the shape {tuple(x.shape)} of {first}")
+        raise ValueError(f"{tensor.name} must have {what}, got {tuple(given.shape)}")
