@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,6 +13,7 @@ from torch.compiler import is_dynamo_compiling
 from .frontends.dtensor import register_sharding
 from .frontends.gated_patch import log_left
 from .frontends.module import RMSNorm
+from .frontends.norm_add import NormAndAdd
 from .frontends.operators import Operators
 from .frontends.package import NormPackage
 from .frontends.patch import patch, unpatch
@@ -53,6 +54,12 @@ class Package(NormPackage):
             "__doc__": RMSNorm.__doc__,
         }
         self.RMSNorm: type[RMSNorm] = type("RMSNorm", (RMSNorm,), members)
+
+    def add_by(self, source: Callable[[], Source | str]) -> None:
+        """Let kernels serve `rms_norm` with `add`. source: finds those of its forward, or says why
+        there are none."""
+        served = NormAndAdd(source, self._forward)
+        self._norm.added = self.ops.norm_and_add = served
 
     def _invariant_class(self) -> type[RMSNorm]:
         """The RMSNorm of the batch-invariant package for the same GPU. Raises RuntimeError."""

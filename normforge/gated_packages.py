@@ -8,11 +8,11 @@ from typing import Any
 from .frontends.gated import GatedFunctions
 from .frontends.gated_node import SERVED
 from .operations import GATED
-from .packages import open_named, source_of_packages
+from .packages import open_named, source_by_gpu
 
 _NAME = "*/gated"
 
-functions = GatedFunctions(source_of_packages, _NAME)
+functions = GatedFunctions(source_by_gpu, _NAME)
 functions.RMSNormGated.__module__ = "normforge.gated"  # pickle finds it there
 
 

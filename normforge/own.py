@@ -186,7 +186,8 @@ _operators: dict[str, Any] = {}
 def _results(operation: RowOperation) -> tuple[str, ...]:
     """The names of what the operator of an operation returns."""
     signature = operation.signature
-    found = [*signature.outputs, *([signature.sums] if signature.sums else []), *signature.copies]
+    found = [*signature.outputs, *signature.row_outputs]
+    found += [*([signature.sums] if signature.sums else []), *signature.copies]
     return tuple(tensor.name for tensor in found)
 
 

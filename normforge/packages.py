@@ -12,6 +12,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from re import IGNORECASE, escape, search
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from .frontends.batch_invariant import BatchInvariantPackage
 from .frontends.gated import GatedPackage
 from .frontends.layer_norm import LayerNormPackage
 from .frontends.layer_norm_operators import LayerNormOperators
+from .frontends.norm_add import NormAddPackage
 from .frontends.operators import Operators
 from .frontends.package import NormPackage
 from .frontends.rope import RotatedPackage
@@ -39,10 +41,10 @@ _LIBRARY: dict[str, tuple[type[NormPackage], str]] = {
     "rmsnorm_invariant_backward": (BatchInvariantPackage, "normforge.batch_invariant"),
     "layernorm_backward": (LayerNormPackage, "normforge.layernorm"),
 }
-"""The functions of an operation's packages, and the module that has those of all of them, by
-operation."""
-_ROWS: dict[str, Any] = dict.fromkeys(GATED, GatedPackage) | dict.fromkeys(ROTATED, RotatedPackage)
-"""The functions of the packages of other operations, of which several have one module."""
+"""The functions of packages by operation, and the module that has those of all of them."""
+_ROWS: dict[str, Any] = {NormAddPackage.operation: NormAddPackage}
+_ROWS |= dict.fromkeys(GATED, GatedPackage) | dict.fromkeys(ROTATED, RotatedPackage)
+"""The functions of the packages of other operations."""
 
 
 class Tuned(NamedTuple):
@@ -210,6 +212,16 @@ class Chosen:
         return known
 
 
+def source_by_gpu(operation: str) -> Source | str:
+    """The kernels of an operation, by the GPU, or why there are none."""
+    if not tuned_packages(operation):
+        return f"there is no tuned package of {operation}"
+    try:
+        return Chosen(operation)
+    except RuntimeError as error:
+        return str(error)
+
+
 _chosen: dict[str, NormPackage] = {}
 _choosing = threading.RLock()
 
@@ -231,20 +243,11 @@ def _choose(operation: str) -> NormPackage:
         made.beside = "normforge.batch_invariant"
     if operation == "rmsnorm_backward":
         made.gated = "normforge.gated_packages"
+        made.add_by(partial(source_by_gpu, NormAddPackage.operation))
     for layer in ("RMSNorm", "LayerNorm"):
         if hasattr(made, layer):
             getattr(made, layer).__module__ = module  # pickle finds it there
     return made
-
-
-def source_of_packages(operation: str) -> Source | str:
-    """Return the kernels of an operation, by the GPU, or why there are none."""
-    if not tuned_packages(operation):
-        return f"there is no tuned package of {operation}"
-    try:
-        return Chosen(operation)
-    except RuntimeError as error:
-        return str(error)
 
 
 _opened: dict[tuple[str, str], Path] = {}
@@ -268,8 +271,7 @@ def open_package(file: str, module: str, operation: str) -> Any:
     name = "/".join(folder.parts[-2:]) if ours else module
     if _opened.setdefault((operation, name), folder) != folder:
         name = str(folder)
-    made: Any = _ROWS[operation] if operation in _ROWS else _LIBRARY[operation][0]
-    return made(folder, name)
+    return (_ROWS.get(operation) or _LIBRARY[operation][0])(folder, name)
 
 
 # ---- Packages that a graph asks for --------------------------------------------------------------

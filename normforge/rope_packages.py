@@ -8,10 +8,10 @@ from typing import Any
 from .frontends.rope import RotatedFunctions
 from .frontends.rope_node import SERVED
 from .operations import ROTATED
-from .packages import open_named, source_of_packages
+from .packages import open_named, source_by_gpu
 
 _NAME = "*/rope"
-functions = RotatedFunctions(source_of_packages, _NAME)
+functions = RotatedFunctions(source_by_gpu, _NAME)
 
 
 def _find(name: str) -> Any:

@@ -74,6 +74,11 @@ def positive_number(text: str) -> int:
     return int(text)
 
 
+def trial_count(text: str) -> tuple[int, bool]:
+    """A number of trials, and whether it comes on top of what is known, as in `+40`."""
+    return positive_number(text.removeprefix("+")), text.startswith("+")
+
+
 def positive_seconds(text: str) -> float:
     try:
         seconds = float(text)

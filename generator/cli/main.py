@@ -34,9 +34,9 @@ from generator.cli.arguments import (
     add_operation,
     device_list,
     folder_name,
-    positive_number,
     positive_seconds,
     storage_url,
+    trial_count,
 )
 from generator.errors import NormforgeError
 from generator.package.fallback_kernels import FALLBACKS
@@ -99,9 +99,10 @@ def _add_what(group: argparse._ArgumentGroup) -> None:
 def _add_how(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--trials",
-        type=positive_number,
+        type=trial_count,
         help=f"trials per shape (default: {TRIALS['measured']} measured, "
-        f"{TRIALS['predicted']} predicted)",
+        f"{TRIALS['predicted']} predicted). Those of earlier runs count, but for +40 or the like, "
+        "which asks for so many more than a shape had at its last finals",
     )
     group.add_argument(
         "--seconds",

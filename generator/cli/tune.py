@@ -84,12 +84,14 @@ def _plan(
 ) -> Plan:
     """Make the plan that the command line asks for."""
     evidence = "measured" if measured else "predicted"
+    trials, further = args.trials or (TRIALS[evidence], False)
     return Plan(
         target=target,
         problems=tuple(problems),
         space_file=args.space,
         out=args.out or results_of(target.name),
-        trials=int(args.trials or TRIALS[evidence]),
+        trials=trials,
+        further=further,
         seconds=args.seconds,
         storage=args.storage,
         seed=args.seed,

@@ -253,7 +253,7 @@ def _buffers(
         own = tensor.late or tensor.copy_of  # a dtype, and so an alignment
         yield Buffer(
             tensor.name,
-            "rows_out" if tensor.role == "rows" and tensor.output else tensor.role,
+            f"{tensor.role}_out" if tensor.role != "sums" and tensor.output else tensor.role,
             TORCH_DTYPE[dtype],
             shapes.get(tensor.role, (N * tensor.count,)),
             content,

@@ -82,6 +82,12 @@ KNOBS: dict[str, KnobFacts] = {
         neutral="late",
         optional=True,
     ),
+    "row_numbers": KnobFacts(
+        "whether threads load rstd for the next batch, or lanes hold that of 32 rows",
+        ("next", "held"),
+        neutral="next",
+        optional=True,
+    ),
     "store_hint": KnobFacts("cache hint of the stores of dx", ("default", "streaming")),
     "form": KnobFacts(
         "whether a row of a forward stays in registers, or is read again, also as Triton adds it",

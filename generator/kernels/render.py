@@ -122,6 +122,7 @@ def render(variant: Variant, *, comments: bool = True, include: bool = False) ->
         **expressions(signature),
         source=source_of(comments, include, signature, variant.producer),
         producer=variant.producer,
+        holds_numbers=variant.holds_numbers,
         early_sums=variant.early_sums,
         signature=signature,
         name=variant.id,
@@ -177,6 +178,8 @@ def expressions(signature: Signature) -> dict[str, Any]:
         partner[signature.columns.name] = "weight_of(partner_w, i, args.weight_offset)"
     for name, array in results.items():
         found[name] = f"{array}[i]"
+    for tensor in signature.row_outputs:
+        found[tensor.name] = f"out_{tensor.name}"
     if signature.sums:
         vectors = ["j", "kVectors + j", *(f"{i} * kVectors + j" for i in range(2, 8))]
         count = signature.sums.count

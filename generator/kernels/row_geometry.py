@@ -97,6 +97,11 @@ class RowGeometry(ItemSizes):
         return self.config.get("column_sums", "late") == "early"
 
     @property
+    def holds_numbers(self) -> bool:
+        """True when the lanes of a warp hold the rstd of many rows, and not of the next one."""
+        return self.config.get("row_numbers", "next") == "held"
+
+    @property
     def cta_threads(self) -> int:
         """Threads of one CTA."""
         return int(self.threads + WARP * self.producer)

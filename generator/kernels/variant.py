@@ -61,6 +61,8 @@ class Variant(Geometry):
         yield self.producer and alone, "a producer and parts of warps, runs of rows or any N"
         crowded = self.producer and self.teams >= _NAMED_BARRIERS
         yield crowded, f"a producer and {self.teams} teams, which need a barrier each and one more"
+        held = self.producer and WARP % self["rows_in_flight"] == 0
+        yield self.holds_numbers and not held, "numbers of rows that are held without a producer"
         # Others take the number of columns of a CTA for a constant, or for that of the whole row.
         any_row = self.teams == 1 and self.elements % 4 == 0 and self["pipeline"] != "bulk"
         any_row &= self.strategy.way == "second_kernel" and not self.run_rows

@@ -12,6 +12,7 @@ from generator.operations.gated_rmsnorm_forward import GATED_FORWARDS
 from generator.operations.layernorm_backward import LAYERNORM_BACKWARD
 from generator.operations.operation import Operation
 from generator.operations.own import add_operation, add_operations_of_run
+from generator.operations.rmsnorm_add_forward import RMSNORM_ADD_FORWARD
 from generator.operations.rmsnorm_backward import RMSNORM_BACKWARD
 from generator.operations.rmsnorm_forward import RMSNORM_FORWARD, RMSNORM_INVARIANT_FORWARD
 from generator.operations.rmsnorm_invariant_backward import RMSNORM_INVARIANT_BACKWARD
@@ -27,6 +28,7 @@ OPERATIONS = {
         LAYERNORM_BACKWARD,
         RMSNORM_INVARIANT_BACKWARD,
         RMSNORM_INVARIANT_FORWARD,
+        RMSNORM_ADD_FORWARD,
         *GATED_BACKWARDS,
         *GATED_FORWARDS,
         RMSNORM_ROPE_BACKWARD,
@@ -63,6 +65,7 @@ __all__ = [
     "GATED_FORWARDS",
     "LAYERNORM_BACKWARD",
     "OPERATIONS",
+    "RMSNORM_ADD_FORWARD",
     "RMSNORM_BACKWARD",
     "RMSNORM_FORWARD",
     "RMSNORM_INVARIANT_BACKWARD",

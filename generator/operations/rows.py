@@ -58,9 +58,9 @@ def tensor_specs(signature: Signature, problem: Problem, output: bool) -> tuple[
 @dataclass
 class Reference:
     """Outputs by name from float64 arithmetic on the rounded inputs, with the magnitudes that bound
-    the error of fp32 arithmetic: for rows (M, 1), the largest sum of |terms| in the row; for sums
-    the sum of |terms| over the rows. For a dtype narrower than fp32, rows are kept in float32,
-    whose error is far below half a unit of bf16 or fp16."""
+    the error of fp32 arithmetic: for rows (M, 1), the largest sum of |terms| in the row; for
+    numbers of a row (M,), that sum; for sums the sum of |terms| over the rows. For a dtype narrower
+    than fp32, rows are kept in float32, whose error is far below half a unit of bf16 or fp16."""
 
     outputs: dict[str, torch.Tensor] = field(default_factory=dict)
     scales: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -77,6 +77,9 @@ def make_reference(operation: RowOperation, problem: Problem, inputs: Any) -> Re
     for output in signature.outputs:
         found.outputs[output.name] = torch.empty((M, N), dtype=wide, device=device)
         found.scales[output.name] = torch.empty((M, 1), device=device)
+    for output in signature.row_outputs:
+        found.outputs[output.name] = torch.empty(M, dtype=torch.float64, device=device)
+        found.scales[output.name] = torch.empty_like(found.outputs[output.name])
     if signature.sums:
         zeros = torch.zeros(signature.column_sums * N, dtype=torch.float64, device=device)
         found.outputs[signature.sums.name] = zeros
@@ -100,6 +103,10 @@ def make_reference(operation: RowOperation, problem: Problem, inputs: Any) -> Re
             found.outputs[output.name][part] = reduce(add, parts)
             magnitude = reduce(add, (term.abs() for term in parts))
             found.scales[output.name][part] = magnitude.amax(dim=1, keepdim=True)
+        for output in signature.row_outputs:
+            numbers = [term[:, 0] for term in terms[output.name]]
+            found.outputs[output.name][part] = reduce(add, numbers)
+            found.scales[output.name][part] = reduce(add, (one.abs() for one in numbers))
         if signature.sums:
             rows = torch.cat([*terms[signature.sums.name]], dim=1)
             found.outputs[signature.sums.name] += rows.sum(0)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from generator.operations import Operation, operation_of
@@ -11,7 +11,7 @@ from generator.problem import FORWARDS, Problem
 from generator.search.budget import FORWARD_TRIALS, Budget
 from generator.space.load import UNPREDICTED, load_space_once, space_file
 from generator.space.space import Space
-from generator.studies.records import study_name
+from generator.studies.records import Winner, study_name, without_space
 from generator.studies.storage import JOURNAL_NAME, is_shared
 from generator.target import Target
 
@@ -22,11 +22,12 @@ _SECONDS_PER_GIGABYTE = 8.4
 
 @dataclass(frozen=True)
 class Plan:
-    """The work of one tuning run. trials: of each problem; seconds: of search in the whole run, in
-    equal shares for the problems, None for no limit; storage: a database URL or None for the
-    journal in `out`; devices: indices of the GPUs of this machine that measure, none to predict;
-    fallbacks: one of `generator.package.fallback_kernels.FALLBACKS`; standalone: whether the
-    package gets a copy of the library."""
+    """The work of one tuning run. trials: of each problem; further: whether they come on top of
+    those of a problem's last finals, which `had` then tells by study; seconds: of search in the
+    whole run, in equal shares for the problems, None for no limit; storage: a database URL or None
+    for the journal in `out`; devices: indices of the GPUs of this machine that measure, none to
+    predict; fallbacks: one of `generator.package.fallback_kernels.FALLBACKS`; standalone: whether
+    the package gets a copy of the library."""
 
     target: Target
     problems: tuple[Problem, ...]
@@ -39,6 +40,8 @@ class Plan:
     devices: tuple[int, ...] = ()
     fallbacks: str = "common"
     standalone: bool = False
+    further: bool = False
+    had: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def evidence(self) -> str:
@@ -100,7 +103,14 @@ class Plan:
         if problem.operation in FORWARDS:
             return Budget(FORWARD_TRIALS[self.evidence])
         seconds = self.seconds and self.seconds * self.parallel_searches / len(self.problems)
-        return Budget(self.trials, seconds)
+        return Budget(self.trials + self.had.get(self.study(problem), 0), seconds)
+
+    def on_top_of(self, winners: Sequence[Winner]) -> Plan:
+        """The plan itself, or with `further` one that has the trials behind these winners. They are
+        read once: a problem that is claimed again gets no more."""
+        if not self.further:
+            return self
+        return replace(self, had={without_space(w.study): w.trials for w in winners})
 
     def study(self, problem: Problem) -> str:
         """The name of the study of a problem."""

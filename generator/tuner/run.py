@@ -66,6 +66,7 @@ def tune(plan: Plan, measurer: MeasuredEvaluator | DevicePool | None, status: St
     ):
         storage = database or open_storage(plan.where)
         before = stored_winners(storage)
+        plan = plan.on_top_of(before)
         queue = open_queue(plan.storage)
         tasks = TaskList(plan, queue)
         try:

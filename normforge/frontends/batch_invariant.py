@@ -50,6 +50,7 @@ class InvariantNorm(Norm):
         bias: torch.Tensor | None = None,
         weight_offset: float = 0.0,
         residual: None = None,
+        add: torch.Tensor | None = None,
         out_dtype: torch.dtype | None = None,
         residual_dtype: None = None,
         matches: str | None = None,
@@ -79,6 +80,7 @@ class InvariantNorm(Norm):
         bias: torch.Tensor | None = None,
         weight_offset: float = 0.0,
         residual: torch.Tensor | None = None,
+        add: torch.Tensor | None = None,
         out_dtype: torch.dtype | None = None,
         residual_dtype: torch.dtype | None = None,
         matches: str | None = None,
@@ -86,7 +88,7 @@ class InvariantNorm(Norm):
         """Compute RMSNorm as `Norm.rms_norm` does, by batch-invariant kernels.
 
         Args:
-            x, weight, eps, weight_offset, residual, out_dtype, residual_dtype: as there.
+            x, weight, eps, weight_offset, residual, add, out_dtype, residual_dtype: as there.
             bias: None. A gradient that PyTorch sums depends on the batch.
             matches: "vllm" for the bits of vLLM's batch-invariant `rms_norm` on this GPU, as the
                 Triton compiles it that is installed here, or "vllm-triton3.7" as that version
@@ -110,6 +112,7 @@ class InvariantNorm(Norm):
             *others,
             weight_offset=weight_offset,
             residual=residual,
+            add=add,
             out_dtype=out_dtype,
             residual_dtype=residual_dtype,
         )

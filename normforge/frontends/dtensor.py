@@ -70,6 +70,13 @@ def _norm(x: Any, *others: Any) -> list[Any]:
     ]
 
 
+def _norm_and_add(x: Any, _: Any, weight: Any, *others: Any) -> list[Any]:
+    return [
+        ([rows] * 2, [rows, rows, None if weight is None else scale, *[None] * len(others)])
+        for rows, scale, _ in _row_splits(x, weight)
+    ]
+
+
 def _rms_norm_backward(*given: Any) -> list[Any]:
     _, x, _, weight, dresidual, _, _, need_dx, need_dw, _ = given
     whole = _row_splits(x, weight)[0][0]
@@ -94,4 +101,9 @@ def _rms_norm_backward(*given: Any) -> list[Any]:
     ]
 
 
-_RULES = {"rms_norm": _norm, "add_rms_norm": _norm, "rms_norm_backward": _rms_norm_backward}
+_RULES = {
+    "rms_norm": _norm,
+    "add_rms_norm": _norm,
+    "rms_norm_and_add": _norm_and_add,
+    "rms_norm_backward": _rms_norm_backward,
+}

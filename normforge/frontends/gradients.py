@@ -22,6 +22,7 @@ from ..torch_internals import (
 from .differentiable import differentiable_backward
 from .dtensor import register_sharding
 from .library import Implementation
+from .unfused import norm_then_add
 
 
 def is_watched(dy: torch.Tensor | None, dstream: torch.Tensor | None = None) -> bool:
@@ -143,6 +144,35 @@ def autograd_of_norm(
         return norm_formula(x, weight, eps, weight_offset, *residual)
 
     return autograd_of(operator, run, OperatorNorm, formula)
+
+
+def autograd_of_norm_and_add(
+    operator: Any, run: Implementation, served: Callable[[str], Any]
+) -> Implementation:
+    """Return the autograd kernel of `rms_norm_and_add`. served: as above."""
+
+    class OperatorNormAndAdd(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *given: Any) -> tuple[torch.Tensor, ...]:
+            x, _, weight, ctx.eps, ctx.weight_offset, ctx.package = given
+            y, rstd = below_autograd(operator, given)
+            ctx.x_dtype = x.dtype
+            ctx.save_for_backward(x, weight, rstd)
+            ctx.mark_non_differentiable(rstd)
+            ctx.set_materialize_grads(False)
+            return y, rstd
+
+        @staticmethod
+        def backward(ctx: Any, dy: Any, _: Any) -> tuple[Any, ...]:
+            needs_x, needs_r, needs_dw, *_ = ctx.needs_input_grad
+            backward = served(ctx.package).backward
+            dx, _, dw = gradients_of_sum(backward, ctx, (needs_x, False, needs_dw), dy)
+            return dx, dy if needs_r else None, dw, None, None, None
+
+    def formula(*given: Any) -> tuple[torch.Tensor, ...]:
+        return norm_then_add(norm_formula, *given[:-1])
+
+    return autograd_of(operator, run, OperatorNormAndAdd, formula)
 
 
 def autograd_of(

@@ -89,6 +89,7 @@ class MatchingNorm(Norm):
         bias: torch.Tensor | None = None,
         weight_offset: float = 0.0,
         residual: torch.Tensor | None = None,
+        add: torch.Tensor | None = None,
         out_dtype: torch.dtype | None = None,
         residual_dtype: torch.dtype | None = None,
     ) -> Any:
@@ -97,7 +98,7 @@ class MatchingNorm(Norm):
         if out_dtype is not None or residual_dtype is not None:
             raise ValueError("with `matches`, y has x's dtype, and there is no residual")
         _check(x, weight, weight_offset, residual)
-        return super().rms_norm(x, weight, eps, bias=bias)
+        return super().rms_norm(x, weight, eps, bias=bias, add=add)
 
     def rmsnorm_forward(
         self,
@@ -107,11 +108,12 @@ class MatchingNorm(Norm):
         *,
         weight_offset: float = 0.0,
         residual: torch.Tensor | None = None,
+        add: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """Compute the forward as Norm.rmsnorm_forward does. Raises ValueError as `rms_norm`
         does."""
         _check(x, weight, weight_offset, residual)
-        return super().rmsnorm_forward(x, weight, eps)
+        return super().rmsnorm_forward(x, weight, eps, add=add)
 
 
 def _check(x: Any, weight: Any, weight_offset: float, residual: Any) -> None:

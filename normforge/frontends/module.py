@@ -10,6 +10,7 @@ import torch
 from ..torch_internals import float_of
 from .main_grad import main_grad_norm
 from .matching import NO_OFFSET
+from .norm_add import check_add
 from .rms_norm import NO_INVARIANT_BIAS, Norm
 
 
@@ -106,24 +107,38 @@ class RMSNorm(torch.nn.RMSNorm):
         if getattr(self, "bias", None) is not None:
             torch.nn.init.zeros_(self.bias)
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-        """Return y, or (y, x + residual) with a residual; see `rms_norm`."""
-        norm = self._package_norm if self.matches is None else self._norm()
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        add: torch.Tensor | None = None,
+    ) -> Any:
+        """Return y, or (y, x + residual) with a residual, or y + add; see `rms_norm`."""
+        norm: Any = self._package_norm if self.matches is None else self._norm()
         # A bias and main_grad may be given later, and what wraps parameters, as DataParallel and
         # parametrizations do, keeps a bias elsewhere.
         if self._simple and not self.main_grad and self._parameters.get("bias", ...) is None:
             return norm.rms_norm(
-                x, self.weight, self.eps, weight_offset=self.weight_offset, residual=residual
+                x,
+                self.weight,
+                self.eps,
+                weight_offset=self.weight_offset,
+                residual=residual,
+                add=add,
             )
-        tensors = (x, residual, self.weight, getattr(self, "bias", None))
-        rows, other, weight, bias = flat(self.normalized_shape, *tensors)
+        if add is not None:
+            check_add(x, add, residual)
+            if self.main_grad or isinstance(getattr(self, "bias", None), torch.Tensor):
+                return add + self.forward(x)
+        tensors = (x, residual, self.weight, getattr(self, "bias", None), add)
+        rows, other, weight, bias, added = flat(self.normalized_shape, *tensors)
         if self.main_grad and weight is not None:
             results = main_grad_norm(
                 norm, rows, other, weight, self.weight, self.eps, self.weight_offset
             )
         else:
             results = norm.rms_norm(
-                rows, weight, self.eps, weight_offset=self.weight_offset, residual=other
+                rows, weight, self.eps, weight_offset=self.weight_offset, residual=other, add=added
             )
         if bias is not None:
             results = self._package_norm.add_bias(results, bias, weight)
@@ -132,7 +147,9 @@ class RMSNorm(torch.nn.RMSNorm):
     if TYPE_CHECKING:
 
         @overload
-        def __call__(self, x: torch.Tensor, residual: None = None) -> torch.Tensor: ...
+        def __call__(
+            self, x: torch.Tensor, residual: None = None, add: torch.Tensor | None = None
+        ) -> torch.Tensor: ...
 
         @overload
         def __call__(

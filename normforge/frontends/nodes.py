@@ -38,6 +38,37 @@ class EagerNorm(torch.autograd.Function):
         return None, dx, dw, None, None
 
 
+class EagerNormAndAdd(torch.autograd.Function):
+    """The node of `rms_norm` that is added to r."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        norm: Any,
+        x: torch.Tensor,
+        r: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float | None,
+        weight_offset: float,
+    ) -> torch.Tensor:
+        y, rstd = norm.operators.norm_and_add(x, r, weight, eps, weight_offset)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.norm, ctx.eps, ctx.weight_offset = norm, eps, weight_offset
+        ctx.set_materialize_grads(False)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor | None) -> tuple[Any, ...]:
+        if dy is None:
+            return (None,) * 6
+        x, weight, rstd = ctx.saved_tensors
+        _, need_dx, need_dr, need_dw, _, _ = ctx.needs_input_grad
+        dx, dw = ctx.norm.gradients(
+            dy, x, weight, rstd, ctx.eps, ctx.weight_offset, need_dx, need_dw
+        )
+        return None, dx, dy if need_dr else None, dw, None, None
+
+
 class EagerAddNorm(torch.autograd.Function):
     """The node of `rms_norm` with a residual."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -21,11 +22,13 @@ from ..torch_internals import is_plain, nothing_like, watched
 from .gradients import (
     autograd_of_backward,
     autograd_of_norm,
+    autograd_of_norm_and_add,
     wants_gradient,
     without_gradient,
 )
 from .library import Implementation, Served, decompose, define, differentiate
 from .routes import RMS_NORM_ROUTES, Routes
+from .unfused import norm_then_add
 
 # DTensor remembers the shardings of an operator by its tensors, and by what stands behind the first
 # integer in its schema, which a dtype is: so `dw_dtype` comes before the rest.
@@ -33,6 +36,7 @@ _NORM = "(Tensor x, Tensor? weight, float? eps, float weight_offset, str package
 SCHEMAS = {
     "rms_norm": f"{_NORM} -> (Tensor, Tensor)",
     "add_rms_norm": f"{_NORM.replace('x,', 'x, Tensor residual,')} -> (Tensor, Tensor, Tensor)",
+    "rms_norm_and_add": f"{_NORM.replace('x,', 'x, Tensor r,')} -> (Tensor, Tensor)",
     "rms_norm_backward": "(Tensor dy, Tensor x, Tensor rstd, Tensor? weight, Tensor? dresidual,"
     " ScalarType? dw_dtype, float weight_offset, bool need_dx, bool need_dw, str package)"
     " -> (Tensor, Tensor, Tensor)",
@@ -198,6 +202,7 @@ class Operators(NormOperators):
     served: ClassVar[Served[Operators]] = Served()
     rms_norm: ClassVar[Any]
     add_rms_norm: ClassVar[Any]
+    rms_norm_and_add: ClassVar[Any]
     rms_norm_backward: ClassVar[Any]
 
     def __init__(
@@ -205,6 +210,8 @@ class Operators(NormOperators):
     ) -> None:
         super().__init__(package, backward, quick)
         self._forward = forward
+        self.norm_and_add: Implementation = partial(norm_then_add, forward)
+        """Serves (x, r, weight, eps, weight_offset) with r + norm(x) and rstd."""
 
 
 # ---- Registered once, when this is imported ------------------------------------------------------
@@ -226,6 +233,12 @@ def _add_rms_norm(
     return operators._forward(x, weight, eps, offset, residual)
 
 
+def _rms_norm_and_add(*given: Any) -> tuple[torch.Tensor, ...]:
+    *of_call, package = given
+    operators = _known.get(package) or _served(package)
+    return operators.norm_and_add(*of_call)
+
+
 def _fake_rms_norm(x: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
     return x.new_empty(x.shape), statistic_like(x)
 
@@ -240,6 +253,7 @@ def _define(name: str, run: Implementation, fake: Implementation) -> Any:
 
 Operators.rms_norm = _define("rms_norm", _rms_norm, _fake_rms_norm)
 Operators.add_rms_norm = _define("add_rms_norm", _add_rms_norm, _fake_add_rms_norm)
+Operators.rms_norm_and_add = _define("rms_norm_and_add", _rms_norm_and_add, _fake_rms_norm)
 _backward = implementation_of_backward(_served)
 Operators.rms_norm_backward = Operators.backward_operator = _define(
     "rms_norm_backward", _backward, fake_backward
@@ -254,9 +268,19 @@ decompose(
         x, weight, eps, offset, residual
     ),
 )
-Operators.all = (Operators.rms_norm, Operators.add_rms_norm, Operators.rms_norm_backward)
+decompose(Operators.rms_norm_and_add, lambda *given: norm_then_add(norm_formula, *given[:-1]))
+Operators.all = (
+    Operators.rms_norm,
+    Operators.add_rms_norm,
+    Operators.rms_norm_and_add,
+    Operators.rms_norm_backward,
+)
 for _norm, _run in ((Operators.rms_norm, _rms_norm), (Operators.add_rms_norm, _add_rms_norm)):
     differentiate(_norm, autograd_of_norm(_norm, _run, _served))
+differentiate(
+    Operators.rms_norm_and_add,
+    autograd_of_norm_and_add(Operators.rms_norm_and_add, _rms_norm_and_add, _served),
+)
 differentiate(
     Operators.rms_norm_backward,
     autograd_of_backward(Operators.rms_norm_backward, _backward),

@@ -27,6 +27,7 @@ from .differentiable import foreign_norm, is_foreign
 from .dtensor import register_sharding
 from .gradients import gradients, gradients_of_sum, is_watched
 from .nodes import EagerAddNorm, EagerNorm
+from .norm_add import NormAndAdd, check_add, forward_and_add, norm_and_add
 from .operators import Operators
 from .unfused import add_bias, widened, with_dtype
 
@@ -43,6 +44,9 @@ class Norm:
     dispatcher, which is the cheapest way to train eagerly. Everything else goes through
     `operators`.
     """
+
+    added: NormAndAdd | None = None
+    """Serves calls with `add`; None: the norm and PyTorch's addition do."""
 
     def __init__(self, server: Server, forward: Forward, operators: Operators) -> None:
         self.forward, self.operators = forward, operators
@@ -66,6 +70,7 @@ class Norm:
         bias: torch.Tensor | None = None,
         weight_offset: float = 0.0,
         residual: None = None,
+        add: torch.Tensor | None = None,
         out_dtype: torch.dtype | None = None,
         residual_dtype: None = None,
     ) -> torch.Tensor: ...
@@ -93,11 +98,12 @@ class Norm:
         bias: torch.Tensor | None = None,
         weight_offset: float = 0.0,
         residual: torch.Tensor | None = None,
+        add: torch.Tensor | None = None,
         out_dtype: torch.dtype | None = None,
         residual_dtype: torch.dtype | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Compute y = x * rstd * (weight + weight_offset) + bias with rstd = 1 / sqrt(mean(x^2) +
-        eps) of each row, differentiable in x, weight, bias and residual.
+        eps) of each row, differentiable in x, weight, bias, residual and add.
 
         Works under torch.compile, torch.utils.checkpoint, autocast (which changes nothing here),
         inference mode and CUDA graphs, and with DTensor. Second derivatives (create_graph=True),
@@ -116,6 +122,8 @@ class Norm:
             residual: in x's shape and any floating dtype. The norm is then that of
                 h = x + residual, which has the residual's dtype. The backward kernel adds the
                 gradient of h to that of the norm.
+            add: in x's shape and dtype. It is added to y in fp32, before y is rounded; its gradient
+                is dy. Without a kernel for the call, y is rounded, and PyTorch adds.
             out_dtype: y's dtype, None for x's. PyTorch widens x before the norm, or rounds y after
                 it.
             residual_dtype: h's dtype, None for the residual's, which it must be able to hold.
@@ -132,6 +140,9 @@ class Norm:
         if others:
             check_scale(weight)
             raise TypeError("rms_norm takes x, weight and eps by position: name all that follows")
+        if add is not None:
+            check_add(x, add, residual, out_dtype, residual_dtype)
+            return norm_and_add(self, x, weight, eps, add, bias, weight_offset)
         if bias is not None or out_dtype is not None or residual_dtype is not None:
             x, residual = widened(x, residual, out_dtype, residual_dtype)
             results = self.rms_norm(x, weight, eps, weight_offset=weight_offset, residual=residual)
@@ -220,6 +231,7 @@ class Norm:
         *,
         weight_offset: float = 0.0,
         residual: torch.Tensor | None = None,
+        add: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """Return (y, rstd) for `rmsnorm_backward`, or (y, rstd, h) with a residual.
 
@@ -227,6 +239,9 @@ class Norm:
         rows), with shape x.shape[:-1] + (1,). It is not differentiable; y and h are. Raises
         TypeError or ValueError if the arguments do not fit together.
         """
+        if add is not None:
+            check_add(x, add, residual)
+            return forward_and_add(self, x, weight, eps, add, weight_offset)
         tensors = (x, weight, residual)
         if (
             watched()

@@ -138,7 +138,7 @@ class RotatedFunctions(RowFunctions):
                 dx, dw = gradients_by_formula(*given)
                 return dx if into is None else into.copy_(dx), dw
         tensors = {"x": x, "dy": dy, "weight": weight, "cos": cos, "sin": sin, "eps": eps}
-        found = server(tensors, {} if into is None else {"dx": into})
+        found = server(tensors, into={} if into is None else {"dx": into})
         return found["dx"], None if weight is None else found["dw"]
 
     def forward_packed(self, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,8 +1,9 @@
-"""Options of `rms_norm` that PyTorch serves, before and after the kernel: a bias, and results in
-other dtypes."""
+"""Options of `rms_norm` that PyTorch serves, before and after the kernel: a bias, results in other
+dtypes, and the addition behind a norm that no kernel adds."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,6 +26,14 @@ def add_bias(results: Any, bias: torch.Tensor, weight: torch.Tensor | None) -> A
             raise ValueError(f"bias must have shape {tuple(shape)}, got {tuple(bias.shape)}")
     y = y + bias.to(y.dtype)
     return (y, *stream) if stream else y
+
+
+def norm_then_add(forward: Callable[..., Any], *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return r + norm(x), where the norm is rounded before it is added, and rstd. forward: of the
+    norm; given: x, r, weight, eps and weight_offset."""
+    x, r, weight, eps, weight_offset = given
+    y, rstd = forward(x, weight, eps, weight_offset)
+    return r + y, rstd
 
 
 def widened(

@@ -7,6 +7,7 @@ from dataclasses import replace
 from .gated_rmsnorm_backward import GATED_BACKWARDS
 from .gated_rmsnorm_forward import GATED_FORWARDS
 from .layernorm_backward import LAYERNORM_BACKWARD
+from .rmsnorm_add_forward import RMSNORM_ADD_FORWARD
 from .rmsnorm_backward import RMSNORM_BACKWARD
 from .rmsnorm_rope import RMSNORM_ROPE_BACKWARD, RMSNORM_ROPE_FORWARD
 from .row_operation import RowOperation
@@ -18,6 +19,7 @@ from .signature import (
     group,
     number,
     row,
+    row_out,
     rows,
     rows_out,
     sums,
@@ -38,6 +40,7 @@ OPERATIONS: dict[str, RowOperation] = {
         RMSNORM_BACKWARD,
         LAYERNORM_BACKWARD,
         RMSNORM_INVARIANT_BACKWARD,
+        RMSNORM_ADD_FORWARD,
         *GATED_BACKWARDS.values(),
         *GATED_FORWARDS.values(),
         RMSNORM_ROPE_BACKWARD,
@@ -66,6 +69,7 @@ __all__ = [
     "GATED_FORWARDS",
     "LAYERNORM_BACKWARD",
     "OPERATIONS",
+    "RMSNORM_ADD_FORWARD",
     "RMSNORM_BACKWARD",
     "RMSNORM_INVARIANT_BACKWARD",
     "RMSNORM_ROPE_BACKWARD",
@@ -80,6 +84,7 @@ __all__ = [
     "number",
     "register",
     "row",
+    "row_out",
     "rows",
     "rows_out",
     "signature_of",

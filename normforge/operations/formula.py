@@ -55,15 +55,15 @@ def evaluate(
     wanted: Collection[str] | None = None,
 ) -> dict[str, torch.Tensor]:
     """The outputs of an operation by name, before they are rounded: in fp32, or in float64 for
-    float64 rows. Differentiable. tensors, offset: as in `terms_of`. Sums over the rows have the
-    shape of the columns, or (N,) without, and one dimension more where there are several. wanted:
-    some outputs, by default all but copies."""
+    float64 rows. Differentiable. tensors, offset: as in `terms_of`. Numbers of a row have shape
+    (..., 1). Sums over the rows have the shape of the columns, or (N,) without, and one dimension
+    more where there are several. wanted: some outputs, by default all but copies."""
     signature = operation.signature
     like = tensors[signature.early[0].name]
     compute = wide_dtype(like)
     terms = terms_of(operation, tensors, compute, offset)
     results = {}
-    for output in signature.outputs:
+    for output in (*signature.outputs, *signature.row_outputs):
         if wanted is None or output.name in wanted:
             results[output.name] = reduce(add, terms[output.name])
     first, added = signature.outputs[0].name, added_to(signature, tensors)

@@ -34,8 +34,8 @@ _RESERVED = re.compile(
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor of an operation, or one number; `rows`, `row`, `columns`, `group`, `sums` and
-    `number` make them.
+    """One tensor of an operation, or one number; `rows`, `row`, `columns`, `group`, `sums`,
+    `number` and their like make them.
 
     name: by which calls, kernels, checks and reports know it. role: one of ROLES. output: whether
     the kernel writes it. late: of rows, whether they are added to the first output only, behind the
@@ -89,6 +89,11 @@ def added_rows(name: str, option: str, note: str = "") -> Tensor:
 def row(name: str, value: str = "", behind: bool = False) -> Tensor:
     """One fp32 number for each row, which the forward saved."""
     return Tensor(name, "row", value=value or f"{name}s", behind=behind)
+
+
+def row_out(name: str, note: str = "null: not wanted") -> Tensor:
+    """One fp32 number for each row, which the kernel writes, as what a backward needs."""
+    return Tensor(name, "row", output=True, note=note)
 
 
 def columns(name: str, note: str = "null: ones", paired: bool = False) -> Tensor:
@@ -242,9 +247,14 @@ class Signature:
 
     @cached_property
     def statistics(self) -> tuple[Tensor, ...]:
-        """The numbers of each row, those behind all other arguments first."""
-        found = [tensor for tensor in self.tensors if tensor.role == "row"]
+        """The numbers of each row that are read, those behind all other arguments first."""
+        found = [tensor for tensor in self.tensors if tensor.role == "row" and not tensor.output]
         return tuple(sorted(found, key=lambda tensor: not tensor.behind))
+
+    @cached_property
+    def row_outputs(self) -> tuple[Tensor, ...]:
+        """The numbers of each row that are written."""
+        return tuple(tensor for tensor in self.tensors if tensor.role == "row" and tensor.output)
 
     @cached_property
     def columns(self) -> Tensor | None:

@@ -1,19 +1,47 @@
-"""Checks the tensors of a call of an operation over rows: each fault is one sentence."""
+"""Checks the arguments of operations over rows: each fault is one sentence."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
+from ..operations import RowOperation
 from ..operations.formula import wide_dtype
-from ..operations.signature import Signature, Tensor
+from ..operations.signature import Tensor
 from .checks import FLOATS
 
+Tensors = Mapping[str, Any]
+"""The arguments of a call by name: tensors, None for one that it does without, and numbers."""
+_KINDS = ("tensor", "number")
 
-def check_tensor(
-    signature: Signature, tensor: Tensor, given: torch.Tensor, x: torch.Tensor
-) -> None:
-    """Raises TypeError or ValueError for what does not go with x, the first rows of the call."""
-    first = signature.early[0].name
+
+def check_tensors(operation: RowOperation, tensors: Tensors) -> torch.Tensor:
+    """Return the first rows of a call. Raises TypeError or ValueError for arguments that do not fit
+    together."""
+    signature = operation.signature
+    if unknown := sorted(tensors.keys() - {tensor.name for tensor in signature.inputs}):
+        raise TypeError(f"{operation.name} takes no '{unknown[0]}'")
+    for tensor in signature.inputs:
+        given = tensors.get(tensor.name)
+        if given is None and not (tensor.late or tensor.role == "columns"):
+            raise TypeError(f"{operation.name} needs {tensor.name}")
+        numeric = tensor.role == "number"
+        kind: Any = (int, float) if numeric else torch.Tensor
+        if given is not None and not isinstance(given, kind):
+            raise TypeError(
+                f"{tensor.name} must be a {_KINDS[numeric]}, got {type(given).__name__}"
+            )
+    x: torch.Tensor = tensors[signature.early[0].name]
+    for tensor in signature.inputs:
+        given = tensors.get(tensor.name)
+        if given is not None and tensor.role != "number":
+            _check_one(tensor, given, signature.early[0].name, x)
+    return x
+
+
+def _check_one(tensor: Tensor, given: torch.Tensor, first: str, x: torch.Tensor) -> None:
     if given.device != x.device:
         raise ValueError(f"{tensor.name} is on {given.device} and {first} on {x.device}")
     if x.dim() == 0 or x.shape[-1] == 0 or x.dtype not in FLOATS:

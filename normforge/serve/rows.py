@@ -8,14 +8,12 @@ from typing import Any
 
 import torch
 
-from ..launch.binding import Binding, bind
-from ..launch.kernel_arguments import Extent, argument_layout, extent_of
-from ..launch.loaded_kernel import LoadedKernel
+from ..launch.kernel_arguments import argument_layout, extent_of
 from ..launch.row_layout import RowLayout, alignment_of, dense, row_layout
 from ..launch.workspace import Workspaces
 from ..operations import RowOperation
-from ..operations.formula import added_to, evaluate
-from ..spec import Launch, plan_launch
+from ..operations.formula import added_to, evaluate, wide_dtype
+from ..spec import plan_launch
 from ..table import MAX_ALIGNMENT, Choice, Table
 from ..torch_internals import (
     current_device,
@@ -29,12 +27,10 @@ from .collect import collecting
 from .groups import matrices_of_groups
 from .kernels import Source
 from .options import DTYPES
-from .row_checks import check_tensor
+from .row_calls import KnownCall, KnownCalls
+from .row_checks import Tensors, check_tensors
 from .warn_once import WarnOnce
 
-Tensors = Mapping[str, Any]
-"""The arguments of a call by name: tensors, None for one that it does without, and numbers."""
-_KINDS = ("tensor", "number")
 _NOTHING: Mapping[str, torch.Tensor] = {}
 
 
@@ -49,27 +45,41 @@ class RowServer:
         """source: where the kernels are, or a sentence that says why there are none."""
         self.operation, self._source = operation, source
         self._workspaces, self._warn = Workspaces(), WarnOnce()
+        self._known = KnownCalls(operation.signature)
 
     def __call__(
-        self, tensors: Tensors, into: Mapping[str, torch.Tensor] = _NOTHING
+        self, tensors: Tensors, offset: float = 0.0, into: Mapping[str, torch.Tensor] = _NOTHING
     ) -> dict[str, torch.Tensor]:
         """All outputs by name, but for copies that are not asked for: those with rows in the dtype
-        and shape of the first input, sums in that of the columns. tensors: the inputs by name, rows
-        of shape (..., N), numbers as a float, what groups share as groups.py says. Raises TypeError
-        or ValueError, in one sentence, for what does not fit together. into: outputs that are to be
-        written there, by name: packed ones of the signature, of x's shape and dtype."""
-        x = self._check(tensors)
-        self.count(x, self._columns_of(tensors), added_to(self.operation.signature, tensors))
+        and shape of the first input, numbers of a row as (..., 1) in fp32, sums in the dtype of the
+        columns. tensors: the inputs by name, rows of shape (..., N), numbers as a float, what
+        groups share as groups.py says. offset: is added to the columns in fp32. into: outputs that
+        are to be written there, by name: packed ones of the signature, of x's shape and dtype.
+        Raises TypeError or ValueError, in one sentence, for what does not fit together."""
+        x = check_tensors(self.operation, tensors)
+        self.count(
+            x, self._columns_of(tensors), added_to(self.operation.signature, tensors), offset
+        )
         if not self.is_without_kernels(x):
-            with torch.cuda.device(x.device), torch.no_grad():
-                served = self._by_kernel(x, tensors, into)
+            served = self.by_kernel(tensors, offset, into)
             if not isinstance(served, str):
                 return served
             self._warn_of(served)
-        made = self._by_formula(x, tensors)
+        made = self._by_formula(x, tensors, offset)
         for name, out in into.items():
             made[name] = out.copy_(made[name])
         return made
+
+    def by_kernel(
+        self, tensors: Tensors, offset: float = 0.0, into: Mapping[str, torch.Tensor] = _NOTHING
+    ) -> dict[str, torch.Tensor] | str:
+        """Return what a call does, of tensors on a GPU that fit together, or the reason why no
+        kernel serves it."""
+        if isinstance(self._source, str):
+            return self._source
+        x = tensors[self.operation.signature.early[0].name]
+        with torch.cuda.device(x.device), torch.no_grad():
+            return self._by_kernel(x, tensors, offset, into)
 
     def _warn_of(self, why: str) -> None:
         self._warn(f"{why}; using the formula of {self.operation.name} in PyTorch")
@@ -84,6 +94,7 @@ class RowServer:
         x: torch.Tensor,
         columns: torch.Tensor | None,
         added: torch.Tensor | None = None,
+        offset: float = 0.0,
     ) -> None:
         """Tell who collects of a call, or of one for each group of rows (..., H, N) with columns
         (H, N)."""
@@ -91,10 +102,10 @@ class RowServer:
         if recorder is None:
             return
         if columns is None or columns.dim() == 1:
-            recorder.count(self.operation.name, x, columns, dresidual=added)
+            recorder.count(self.operation.name, x, columns, offset != 0, added)
             return
         for rows, one in zip(x.unbind(-2), columns, strict=True):
-            recorder.count(self.operation.name, rows, one)
+            recorder.count(self.operation.name, rows, one, offset != 0)
 
     def is_without_kernels(self, x: torch.Tensor) -> bool:
         """Return True if the formula serves all rows like x. Warns where a GPU has no kernels."""
@@ -103,13 +114,15 @@ class RowServer:
             self._warn_of(self.missing)
         return not served or bool(self.missing)
 
-    def explain(self, M: int, N: int, dtype: str, weight_dtype: str = "") -> dict[str, Any]:
+    def explain(
+        self, M: int, N: int, dtype: str, weight_dtype: str = "", offset: bool = False
+    ) -> dict[str, Any]:
         """Say which kernel serves M aligned rows of N columns ("bf16", "fp16" or "fp32"), and
         why."""
         choice = Choice("none", str(self._source))
         if not isinstance(self._source, str):
             table = self._source(None).backward
-            choice = table.choose(M, N, dtype, weight_dtype or dtype, offset=False, residual="")
+            choice = table.choose(M, N, dtype, weight_dtype or dtype, offset=offset, residual="")
         kernel = None if choice.kernel is None else choice.kernel.file
         return {"how": choice.how, "reason": choice.reason, "kernel": kernel}
 
@@ -118,10 +131,12 @@ class RowServer:
     ) -> dict[str, torch.Tensor]:
         """Empty outputs for rows like x, but for those that are given."""
         signature = self.operation.signature
-        made = {
-            name: x.new_empty(x.shape) for t in signature.outputs if (name := t.name) not in into
-        }
-        made |= into
+        made = dict(into)
+        for tensor in signature.outputs:
+            if tensor.name not in into:
+                made[tensor.name] = x.new_empty(x.shape)
+        for tensor in signature.row_outputs:
+            made[tensor.name] = x.new_empty((*x.shape[:-1], 1), dtype=wide_dtype(x))
         if signature.sums:
             columns = self._columns_of(tensors)
             like = x if columns is None else columns
@@ -138,30 +153,11 @@ class RowServer:
         columns = self.operation.signature.columns
         return tensors.get(columns.name) if columns else None
 
-    def _check(self, tensors: Tensors) -> torch.Tensor:
-        signature = self.operation.signature
-        if unknown := sorted(tensors.keys() - {tensor.name for tensor in signature.inputs}):
-            raise TypeError(f"{self.operation.name} takes no '{unknown[0]}'")
-        for tensor in signature.inputs:
-            given = tensors.get(tensor.name)
-            if given is None and not (tensor.late or tensor.role == "columns"):
-                raise TypeError(f"{self.operation.name} needs {tensor.name}")
-            numeric = tensor.role == "number"
-            kind: Any = (int, float) if numeric else torch.Tensor
-            if given is not None and not isinstance(given, kind):
-                raise TypeError(
-                    f"{tensor.name} must be a {_KINDS[numeric]}, got {type(given).__name__}"
-                )
-        x: torch.Tensor = tensors[signature.early[0].name]
-        for tensor in signature.inputs:
-            given = tensors.get(tensor.name)
-            if given is not None and tensor.role != "number":
-                check_tensor(self.operation.signature, tensor, given, x)
-        return x
-
-    def _by_formula(self, x: torch.Tensor, tensors: Tensors) -> dict[str, torch.Tensor]:
+    def _by_formula(
+        self, x: torch.Tensor, tensors: Tensors, offset: float
+    ) -> dict[str, torch.Tensor]:
         with torch.no_grad():
-            found = evaluate(self.operation, tensors)
+            found = evaluate(self.operation, tensors, offset=offset)
             made = self.outputs(x, tensors)
             copies = {copy.name: copy.copy_of for copy in self.operation.signature.copies}
             for name, out in made.items():
@@ -169,38 +165,29 @@ class RowServer:
         return made
 
     def _by_kernel(
-        self, x: torch.Tensor, tensors: Tensors, into: Mapping[str, torch.Tensor] = _NOTHING
+        self,
+        x: torch.Tensor,
+        tensors: Tensors,
+        offset: float = 0.0,
+        into: Mapping[str, torch.Tensor] = _NOTHING,
     ) -> dict[str, torch.Tensor] | str:
         """The outputs, or why no kernel serves the call. x's device is the current one."""
         assert not isinstance(self._source, str)
+        kind = self._known.kind_of(tensors, offset, into)
+        known = self._known.find(kind)
+        if known is not None:
+            made = self.outputs(x, tensors, into)
+            self._launch(known, {**tensors, **made})
+            return made
         signature, N = self.operation.signature, x.shape[-1]
         given = {name: resolved(given) for name, given in tensors.items() if given is not None}
-        present = [t for t in (*signature.early, *signature.late) if t.name in given]
-        found = {tensor.name: row_layout(given[tensor.name].detach()) for tensor in present}
-        # All in heads step through their rows alike; a dense one goes along with any.
-        written = {name: at for name, out in into.items() if (at := row_layout(out))}
-        at_first = (*written.values(), *(found[tensor.name] for tensor in signature.early))
-        inner = next((at.inner for at in at_first if at and at.inner), 0)
-        written = {name: at for name, to in written.items() if (at := to.in_steps_of(inner))}
-        layouts = dict(written)
-        for tensor in present:
-            rows, at = given[tensor.name].detach(), found[tensor.name]
-            if tensor.late:
-                fits = at is not None and not at.inner and not self._unaligned(rows, at)
-            else:
-                at = at and at.in_steps_of(inner)
-                fits = at is not None
-            if not fits:
-                rows = dense(rows)
-                at = row_layout(rows)
-                at = at if tensor.late or at is None else at.in_steps_of(inner)
-            given[tensor.name], layouts[tensor.name] = rows, at or RowLayout(N)
-        for tensor in signature.inputs:
-            if tensor.role in ("row", "columns") and tensor.name in given:
-                given[tensor.name] = given[tensor.name].detach().contiguous()
+        layouts, in_place = self._lay_out(given, into)
         kernels = self._source(x.device.index)
-        in_place = {name: into[name] for name in written}
-        choice = self._choose(kernels.backward, x, {**given, **in_place}, layouts)
+        choice = self._choose(kernels.backward, x, {**given, **in_place}, layouts, offset != 0)
+        if choice.kernel is None and offset and signature.columns:
+            columns = self._columns_of(given)
+            ones = x.new_ones(N, dtype=torch.float32) if columns is None else columns.float()
+            return self._by_kernel(x, given | {signature.columns.name: ones + offset}, 0.0, into)
         if choice.kernel is None:
             return choice.reason
         loaded = kernels.loaded.get(choice.kernel)
@@ -214,10 +201,44 @@ class RowServer:
         except ValueError as error:  # too many rows
             return str(error)
         made = self.outputs(x, given, in_place)
-        self._launch(loaded, launch, extent, {**given, **made})
-        for name in into.keys() - written.keys():
+        extent = extent._replace(weight_offset=offset)
+        call = KnownCall(loaded, launch, extent, signature.sums is not None)
+        self._launch(call, {**given, **made})
+        self._known.add(kind, call, {**tensors, **into}, {**given, **made})
+        for name in into.keys() - in_place.keys():
             made[name] = into[name].copy_(made[name])
         return made
+
+    def _lay_out(
+        self, given: dict[str, Any], into: Mapping[str, torch.Tensor]
+    ) -> tuple[dict[str, RowLayout], dict[str, torch.Tensor]]:
+        """Put copies in the place of arguments that kernels cannot read. Return the layouts of rows
+        by name, and the outputs that can be written where they are to lie."""
+        signature = self.operation.signature
+        present = [t for t in (*signature.early, *signature.late) if t.name in given]
+        found = {tensor.name: row_layout(given[tensor.name].detach()) for tensor in present}
+        # All in heads step through their rows alike; a dense one goes along with any.
+        written = {name: at for name, out in into.items() if (at := row_layout(out))}
+        at_first = (*written.values(), *(found[tensor.name] for tensor in signature.early))
+        inner = next((at.inner for at in at_first if at and at.inner), 0)
+        written = {name: at for name, to in written.items() if (at := to.in_steps_of(inner))}
+        in_place, layouts = {name: into[name] for name in written}, dict(written)
+        for tensor in present:
+            rows, at = given[tensor.name].detach(), found[tensor.name]
+            if tensor.late:
+                fits = at is not None and not at.inner and not self._unaligned(rows, at)
+            else:
+                at = at and at.in_steps_of(inner)
+                fits = at is not None
+            if not fits:
+                rows = dense(rows)
+                at = row_layout(rows)
+                at = at if tensor.late or at is None else at.in_steps_of(inner)
+            given[tensor.name], layouts[tensor.name] = rows, at or RowLayout(rows.shape[-1])
+        for tensor in signature.inputs:
+            if tensor.role in ("row", "columns") and tensor.name in given:
+                given[tensor.name] = given[tensor.name].detach().contiguous()
+        return layouts, in_place
 
     @staticmethod
     def _unaligned(rows: torch.Tensor, at: RowLayout) -> bool:
@@ -229,6 +250,7 @@ class RowServer:
         x: torch.Tensor,
         given: Mapping[str, torch.Tensor],
         layouts: Mapping[str, RowLayout],
+        offset: bool,
     ) -> Choice:
         signature, N = self.operation.signature, x.shape[-1]
         if foreign := foreign_device(table.target, x.device.index):
@@ -245,36 +267,24 @@ class RowServer:
             N,
             names[0],
             names[1],
-            offset=False,
+            offset=offset,
             residual="" if added is None else DTYPES.get(added.dtype, "none"),
             alignment=alignment_of(places),
             weight_alignment=MAX_ALIGNMENT if columns is None else alignment_of(columns.data_ptr()),
         )
 
-    def _launch(
-        self,
-        kernel: LoadedKernel,
-        launch: Launch,
-        extent: Extent,
-        tensors: Mapping[str, Any],
-    ) -> None:
+    def _launch(self, call: KnownCall, tensors: Tensors) -> None:
         """Enqueue one call on the current stream. Raises LaunchError."""
-        signature = self.operation.signature
         device = current_device()
         stream = raw_stream(device)
-        addresses = argument_layout(signature).addresses(tensors)
-        wants_sums = signature.sums is not None
-
-        def binding(zeros: int, scratch: int, workspace: Any = None) -> Binding:
-            at = (device, stream, zeros, scratch)
-            return bind(kernel, launch, extent, *at, wants_sums, workspace)
-
+        addresses = argument_layout(self.operation.signature).addresses(tensors)
+        launch = call.launch
         if is_capturing():
             zeros = self._workspaces.of_capture(device, stream, launch.scratch_offset)
             scratch = empty_strided((launch.scratch,), (1,), torch.float32)
-            binding(zeros, scratch.data_ptr()).run(*addresses)
+            call.bind(device, stream, zeros, scratch.data_ptr()).run(*addresses)
             return
         workspace = self._workspaces.of_stream(device, stream)
         with workspace.lock:
             workspace.fit(launch)
-            binding(workspace.zeros, workspace.scratch, workspace).run(*addresses)
+            call.binding(device, stream, workspace).run(*addresses)

@@ -61,6 +61,8 @@ ARGUMENTS = [
     (f"{RUN} --shapes 1x65537:bf16", "no legal config for 1x65537:bf16 on gb200"),
     # Numbers.
     (f"{RUN} --trials 0", "--trials: '0' must be above 0"),
+    (f"{RUN} --trials +0", "--trials: '0' must be above 0"),
+    (f"{RUN} --trials ++5", "--trials: '+5' is not a whole number"),
     (f"{RUN} --trials -5", "--trials: '-5' must be above 0"),
     (f"{RUN} --trials many", "--trials: 'many' is not a whole number"),
     (f"{RUN} --trials 1.5", "--trials: '1.5' is not a whole number"),

@@ -61,12 +61,19 @@ def test_many_random_kernels_are_right_under_many_schedules(shape: str) -> None:
 
 def example(**knobs: Any) -> tuple[Variant, Problem]:
     shape = "100x4096:fp32" if knobs.get("cluster", 1) > 1 else "100x1024:bf16"
+    if knobs.get("row_numbers") == "held":
+        shape = "600x1024:bf16"  # more batches than a lane holds numbers at once
     fixed = {"pipeline": "producer", "threads_per_row": 64, "rows_per_cta": 2, "stages": 3}
     problem = Problem.parse(shape)
     config = {**plain_variant(problem, H200).config, "column_sums": "late", **fixed, **knobs}
     return make_variant(config, problem), problem
 
 
+FENCE = "  if (threadIdx.x == 0) mbarrier_init_fence();  // it has initialised all barriers\n"
+PUBLISHED = """\
+  // Publishes them to the CTA, and in a cluster also to those that send to it. Whatever else is in
+  // shared memory has barriers of its own.
+"""
 BUGS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "reads are not fenced before a stage is handed back": (
         "    fence_async_shared();\n    warp_barrier();",
@@ -122,11 +129,35 @@ BUGS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         "race",
         {"weight_in": "smem"},
     ),
-    "the producer's lane sets up barriers of a team that there is not": (
-        " && team_index() < kTeams",
+    "a cluster relies on weights that its relaxed barrier does not order": (
+        "  named_barrier(1 + kTeams, kThreads);",
         "",
-        "where an mbarrier is",
+        "race",
+        {"weight_in": "smem", "cluster": 2},
+    ),
+    "barriers are not fenced before the relaxed barrier of the cluster": (
+        FENCE,
+        "",
+        "whose initialisation no barrier orders",
         {"cluster": 2},
+    ),
+    "barriers are fenced behind the relaxed barrier of the cluster": (
+        f"{FENCE}{PUBLISHED}  cluster_barrier_of_inits();\n",
+        f"  cluster_barrier_of_inits();\n{FENCE}",
+        "whose initialisation no barrier orders",
+        {"cluster": 2},
+    ),
+    "a lane holds the number of another row": (
+        "batch + lane / kRowsInFlight * step",
+        "batch + lane / kRowsInFlight",
+        "",
+        {"row_numbers": "held"},
+    ),
+    "the next numbers are taken a batch too early": (
+        "if (++taken < kHeldBatches) return;",
+        "if (++taken < kHeldBatches - 1) return;",
+        "",
+        {"row_numbers": "held"},
     ),
 }
 

@@ -54,6 +54,14 @@ ORDERED = {
         "cluster_barrier()",
         ["barrier.cluster.arrive.release.aligned", "barrier.cluster.wait.acquire.aligned"],
     ),
+    "cluster_barrier_of_inits": (
+        "cluster_barrier_of_inits()",
+        ["barrier.cluster.arrive.relaxed.aligned", "barrier.cluster.wait.acquire.aligned"],
+    ),
+    "mbarrier_arrive": (
+        "mbarrier_arrive(barrier)",
+        ["mbarrier.arrive.release.cta.shared::cta.b64"],
+    ),
     "wait_for_primary": ("wait_for_primary()", ["griddepcontrol.wait"]),
     "allow_dependents": ("allow_dependents()", ["griddepcontrol.launch_dependents"]),
 }
@@ -73,8 +81,9 @@ def instructions() -> dict[str, list[str]]:
         f" Ledger* wide) {{ __shared__ unsigned long long barrier[1]; (void)barrier; {call}; }}"
         for name, (call, _) in ORDERED.items()
     ]
-    primitives = template_named("primitives.cuh").read_text()
-    ptx = ptx_of("\n".join([PRELUDE, primitives, *kernels]), "90a")
+    names = ("primitives", "primitives_producer", "primitives_cluster_start")
+    primitives = [template_named(f"{name}.cuh").read_text() for name in names]
+    ptx = ptx_of("\n".join([PRELUDE, *primitives, *kernels]), "90a")
     bodies = re.findall(r"\.entry k_(\w+)\((.*?)\n}", ptx, re.DOTALL)
     return {name: ORDERING.findall(body) for name, body in bodies}
 

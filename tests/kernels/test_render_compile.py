@@ -27,7 +27,7 @@ from generator.kernels.ptxas import Resources, read_resources
 from generator.kernels.render import headers, render
 from generator.kernels.resource_gate import refuse, resource_fault
 from generator.kernels.strategies import STRATEGIES
-from generator.kernels.variant import Variant, make_variant
+from generator.kernels.variant import Variant
 from generator.paths import REPOSITORY, TEMPLATES, template_named
 from generator.problem import Problem
 from generator.target import Target, find_target
@@ -73,7 +73,10 @@ def fragments(v: Variant) -> set[str]:
     chosen |= {"row_of", "load_rstds"}
     chosen |= {f"rows_{v['pipeline']}", "row_sum_cta" if v["cluster"] == 1 else "row_sum_cluster"}
     if v["pipeline"] == "producer":
-        chosen = chosen - {"row_sum", "row_sum_cluster"} | {"primitives_producer"}
+        chosen = chosen - {"row_sum", "row_sum_cluster", "row_sum_cta"} | {"primitives_producer"}
+        chosen |= {"primitives_cluster_start"} if v["cluster"] > 1 else set()
+    if v.holds_numbers:
+        chosen = chosen - {"load_rstds"} | {"row_numbers"}
     if v.signature.pairs:
         chosen |= {"pairs", "groups"}
         chosen |= {"weight_pairs"} if v.signature.columns.paired else set()
@@ -144,11 +147,11 @@ def test_every_fragment_is_used_by_some_variant() -> None:
         v = plain_variant(of_heads, find_target("h200"), strategy=strategy)
         assert present(render(v)) == fragments(v) - {"rows", "rows_direct"}  # of other tensors
         used |= fragments(v)
-    producer = plain_variant(SHAPE, find_target("h200")).config
     knobs = {"pipeline": "producer", "stages": 3, "rows_per_cta": 2, "column_sums": "late"}
-    producer = {**producer, **knobs}
-    source = render(make_variant(producer, Problem.parse(SHAPE)), include=True)
-    used |= {*re.findall(r'^#include "(\w+)\.cuh"', source, flags=re.M)}
+    for plain in (one_row, plain_variant(SHAPE, find_target("h200"))):
+        producer = replace(plain, config={**plain.config, **knobs, "row_numbers": "held"})
+        source = render(producer, include=True)
+        used |= {*re.findall(r'^#include "(\w+)\.cuh"', source, flags=re.M)}
     examples = (REPOSITORY / "examples" / "own_operation").glob("*.cu.j2")
     for template in (*examples, template_named("gate.j2")):
         used |= {*re.findall(r'source\("(\w+)\.cuh"\)', template.read_text())}

@@ -22,6 +22,7 @@ from generator.operations import (
     GATED_FORWARDS,
     LAYERNORM_BACKWARD,
     OPERATIONS,
+    RMSNORM_ADD_FORWARD,
     RMSNORM_BACKWARD,
     RMSNORM_FORWARD,
     RMSNORM_INVARIANT_BACKWARD,
@@ -88,6 +89,10 @@ def exact(operation: Operation, inputs: Any) -> dict[str, torch.Tensor]:
         kind = next(k for k, one in library.GATED_FORWARDS.items() if one.name == operation.name)
         given = (inputs.x.double(), inputs.z.double(), inputs.weight.double() + inputs.offset)
         return {"y": gated_rmsnorm(*given, inputs.eps, *kind).to(inputs.x.dtype)}
+    if operation is RMSNORM_ADD_FORWARD:
+        x, r, weight = (one.double() for one in (inputs.x, inputs.r, inputs.weight))
+        y, rstd = reference_forward(x, weight, inputs.eps, inputs.offset)
+        return {"y": (r + y).to(inputs.x.dtype), "rstd": rstd.flatten().float()}
     names = ("y", "rstd", "residual_out")
     given = (inputs.x, inputs.weight, EPS, inputs.offset, inputs.residual)
     found = dict(zip(names, reference_forward(*given), strict=False))

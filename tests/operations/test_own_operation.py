@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from generator.paths import REPOSITORY
 from generator.problem import Problem
 from normforge import operations as library
 from normforge.operations.formula import evaluate
-from normforge.own import OwnPackage
+from normforge.own import _SERVED, OwnPackage, _operator_of
 from normforge.serve.rows import RowServer
 from normforge.spec import plan_launch
 from tests.support.forward import H200
@@ -260,6 +261,46 @@ def test_a_changed_value_under_the_name_of_an_argument_is_what_is_saved(tmp_path
     package.backward = served_by(served)  # type: ignore[method-assign]
     x = torch.randn(4, 9, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(package.call, x)
+
+
+WITH_A_NUMBER_OF_EACH_ROW = {
+    "import RowOperation, Signature, rows, rows_out": (
+        "import RowOperation, Signature, row_out, rows, rows_out"
+    ),
+    'rows_out("dx"), row_sums=1': 'row_out("size"), rows_out("dx"), row_sums=2',
+    "keepdim=True))}": 'keepdim=True)), "size": ((y * y).sum(-1, keepdim=True),)}',
+    "{% block outputs %}": (
+        "{% block factors %}\n      {{ size }} = {{ row_sums[1] }};\n{% endblock %}\n"
+        "{% block outputs %}"
+    ),
+    "{{ row_sums[0] }});\n{% endblock %}\n{% block factors": (
+        "{{ row_sums[0] }});\n          {{ row_sums[1] }} = __fmaf_rn({{ y }}, {{ y }}, "
+        "{{ row_sums[1] }});\n{% endblock %}\n{% block factors"
+    ),
+}
+
+
+@needs_compiler
+def test_an_operation_may_write_a_number_of_each_row(tmp_path: Path) -> None:
+    for kind in ("py", "cu.j2"):
+        text = (EXAMPLES / f"softmax_backward.{kind}").read_text()
+        for old, new in WITH_A_NUMBER_OF_EACH_ROW.items():
+            text = text.replace(old, new)
+        (tmp_path / f"softmax_backward.{kind}").write_text(text)
+    name = add(tmp_path / "softmax_backward.py")
+    problem = Problem.parse("37x1024:bf16", name)
+    variant = plain_variant(replace(problem, M=4096), H200, strategy="none", pipeline="async")
+    check = check_variant(variant, problem, schedules=2)
+    assert check.problems == () and check.errors.keys() == {"dx", "size"}
+    package = OwnPackage.__new__(OwnPackage)
+    package.operation, package.name = library.OPERATIONS[name], "numbers_of_rows"
+    package.serve = RowServer(package.operation, lambda device: None)  # type: ignore[arg-type,return-value]
+    _SERVED.add(package.name, package)
+    package._operator = _operator_of(package.operation)
+    y, dy = torch.softmax(torch.randn(2, 3, 8), -1), torch.randn(2, 3, 8)
+    found = package.backward(y=y, dy=dy)
+    assert found.keys() == {"dx", "size"} and found["size"].shape == (2, 3, 1)
+    torch.testing.assert_close(found["size"], y.square().sum(-1, keepdim=True))
 
 
 def served_by(server: RowServer) -> Any:

@@ -26,6 +26,7 @@ from normforge.operations.signature import (
     copied_rows,
     group,
     row,
+    row_out,
     rows,
     rows_out,
     sums,
@@ -99,15 +100,16 @@ def test_no_tensor_has_the_name_of_another_argument() -> None:
 
 
 def test_tensors_are_found_by_what_kernels_do_with_them() -> None:
-    behind, first, second = row("r", behind=True), row("q"), row("s")
+    behind, first, second, written = row("r", behind=True), row("q"), row("s"), row_out("k")
     added, copied = added_rows("d", option="residual"), copied_rows("c", "o", option="residual")
     a, b, o, p, g, t = (*map(rows, "ab"), *map(rows_out, "op"), columns("g"), sums("t", count=2))
-    signature = Signature(copied, first, a, o, behind, added, b, g, second, p, t)
-    assert signature.leading == (copied, first, a, o, added, b, g, second, p, t)
+    signature = Signature(copied, first, a, o, behind, added, b, g, written, second, p, t)
+    assert signature.leading == (copied, first, a, o, added, b, g, written, second, p, t)
     assert signature.behind == (behind,)
     assert signature.inputs == (first, a, behind, added, b, g, second)
     assert (signature.early, signature.late) == ((a, b), (added,))
     assert signature.statistics == (behind, first, second)
+    assert signature.row_outputs == (written,)
     assert (signature.outputs, signature.copies) == ((o, p), (copied,))
     assert (signature.columns, signature.sums, signature.column_sums) == (g, t, 2)
     assert signature.strided == (a, b, added, o, p)

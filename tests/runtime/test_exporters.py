@@ -22,7 +22,7 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         y, h = self.first(x, residual)
         y, h = self.second(y, h)
-        z: torch.Tensor = self.third(y + h) + h
+        z: torch.Tensor = self.first(self.third(y + h), add=h)
         return z
 
 
@@ -41,10 +41,11 @@ def test_operators_are_decomposed_by_who_asks(block: Any) -> None:
     model, given = block
     program = torch.export.export(model, given)
     assert namespaces(program.run_decompositions()) == {"normforge", "aten"}
+    assert any("rms_norm_and_add" in str(node.target) for node in program.graph.nodes)
     table: Any = torch.export.default_decompositions()
     known = torch._decomp.decomposition_table.items()
     ours = {operator: made for operator, made in known if operator.namespace == "normforge"}
-    assert len(ours) == 3
+    assert len(ours) == 4
     table.update(ours)
     found = program.run_decompositions(table)
     assert namespaces(found) == {"aten"}

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import re
 from dataclasses import replace
+from math import prod
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from normforge.operations.formula import evaluate
 from normforge.serve import groups as groups_module
 from normforge.serve import rows as module
 from normforge.serve.groups import matrices_of_groups
+from normforge.serve.row_checks import check_tensors
 from normforge.serve.rows import RowServer
 from normforge.table import Table
 from tests.support.fake_driver import (
@@ -95,7 +97,11 @@ def serve(driver: Device, device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -
     loaded = LoadedKernel(b"cubin", table.tuned[0].kernel.spec)
     kernels: Any = SimpleNamespace(backward=table, loaded=SimpleNamespace(get=lambda _: loaded))
     server = RowServer(RMSNORM_ROPE_BACKWARD, lambda index: kernels)
-    return lambda tensors, **into: server._by_kernel(server._check(tensors), tensors, into)
+
+    def call(tensors: Any, **into: torch.Tensor) -> Any:
+        return server._by_kernel(check_tensors(server.operation, tensors), tensors, 0.0, into)
+
+    return call
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -160,6 +166,40 @@ def test_heads_of_a_packed_projection_are_read_where_they_lie(serve: Any, driver
     assert (args.rows, args.x_stride, args.x_gap, args.dy_gap) == (M, N, 2 * H * N, 0)
 
 
+def test_a_call_that_differs_in_addresses_alone_is_laid_out_once(
+    serve: Any, driver: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def aligned(*shape: int) -> torch.Tensor:
+        made = torch.empty(prod(shape) + 8)
+        first = -made.data_ptr() % 32 // 4
+        return made[first : first + prod(shape)].view(shape).copy_(random(*shape))
+
+    def packed() -> dict[str, Any]:
+        x, dy = aligned(B, S, 2 * H, N)[:, :, H:], aligned(B, S, H, N) + 1
+        of_turns = {name: aligned(1, S, 1, HALF) for name in ("cos", "sin")}
+        return {
+            "x": x,
+            "dy": aligned(B, S, H, N).copy_(dy),
+            "weight": aligned(N),
+            "eps": 1e-6,
+            **of_turns,
+        }
+
+    calls = [packed() for _ in range(3)]
+    calls[2]["cos"] = aligned(B, S, 1, HALF)
+    laid_out: list[Any] = []
+    before = RowServer._lay_out
+    monkeypatch.setattr(
+        RowServer, "_lay_out", lambda *given: laid_out.append(given) or before(*given)
+    )
+    for tensors in calls:
+        dx = aligned(B, S, 2 * H, N)
+        check(serve(tensors, dx=dx[:, :, :H]), tensors)
+    assert len(laid_out) == 2
+    first, second, _ = (launch.arguments for launch in driver.launches)
+    assert first.cos != second.cos and first.dx != second.dx and first.period == second.period == S
+
+
 @pytest.mark.parametrize("kind", ["packed", "dense", "columns apart"])
 @pytest.mark.parametrize("x_is_packed", [True, False])
 def test_a_gradient_is_written_where_it_is_to_lie(
@@ -185,7 +225,7 @@ def test_a_gradient_is_written_where_it_is_to_lie(
 def test_the_formula_writes_there_too() -> None:
     dx = torch.zeros(B, S, 2 * H, N)[:, :, :H]
     server, tensors = RowServer(RMSNORM_ROPE_BACKWARD, "no kernels"), plain()
-    found = server(tensors, {"dx": dx})
+    found = server(tensors, into={"dx": dx})
     assert found["dx"] is dx
     torch.testing.assert_close(dx, server(tensors)["dx"])
 

@@ -428,9 +428,9 @@ class Kernels:
     def is_without_kernels(self, x: torch.Tensor) -> bool:
         return False
 
-    def __call__(self, tensors: Any, *into: Any) -> Any:
+    def __call__(self, tensors: Any, **how: Any) -> Any:
         self._seen.append((self._server.operation.name, tensors))
-        return self._server(tensors, *into)
+        return self._server(tensors, **how)
 
 
 @pytest.fixture

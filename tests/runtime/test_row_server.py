@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from normforge.launch.driver import LaunchError
 from normforge.launch.loaded_kernel import LoadedKernel
-from normforge.operations import OPERATIONS, RowOperation, Signature
+from normforge.operations import OPERATIONS, RMSNORM_ADD_FORWARD, RowOperation, Signature
 from normforge.operations.formula import evaluate
 from normforge.operations.signature import (
     added_rows,
@@ -30,6 +30,7 @@ from normforge.operations.signature import (
     sums,
 )
 from normforge.serve import rows as module
+from normforge.serve.row_checks import check_tensors
 from normforge.serve.rows import RowServer
 from normforge.spec import plan_launch
 from normforge.table import Table
@@ -119,8 +120,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 @pytest.fixture
-def serve(driver: Device, device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return what serves calls by a kernel for CPU tensors, its outputs, or why there is none."""
+def tuned(driver: Device, device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> RowServer:
+    """One with kernels, which take CPU tensors."""
     monkeypatch.setitem(OPERATIONS, "blend", BLEND)
     monkeypatch.setattr(module, "current_device", lambda: 0)
     monkeypatch.setattr(module, "raw_stream", lambda index: device.here())
@@ -134,8 +135,15 @@ def serve(driver: Device, device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -
         return kept.setdefault(kernel.spec.residual, LoadedKernel(b"cubin", kernel.spec))
 
     kernels = SimpleNamespace(backward=table, loaded=SimpleNamespace(get=load))
-    server = RowServer(BLEND, lambda index: kernels)  # type: ignore[arg-type, return-value]
-    return lambda tensors: server._by_kernel(server._check(tensors), tensors)
+    return RowServer(BLEND, lambda index: kernels)  # type: ignore[arg-type, return-value]
+
+
+@pytest.fixture
+def serve(tuned: RowServer) -> Any:
+    """Return what serves calls by a kernel for CPU tensors: its outputs, or why there is none."""
+    return lambda tensors, *offset: tuned._by_kernel(
+        check_tensors(BLEND, tensors), tensors, *offset
+    )
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -274,6 +282,60 @@ def test_a_captured_call_has_counters_of_its_own(
     assert first.counters == second.counters != captured.counters != 0
 
 
+def moved(tensors: dict[str, Any]) -> dict[str, Any]:
+    """The same kind of tensors, elsewhere."""
+    return {k: t + 1 if isinstance(t, torch.Tensor) else t for k, t in tensors.items()}
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The choices of a kernel."""
+    made, choose = list[Any](), Table.choose
+    monkeypatch.setattr(Table, "choose", lambda *a, **k: made.append(a) or choose(*a, **k))
+    return made
+
+
+def test_calls_like_a_known_one_have_addresses_and_numbers_of_their_own(
+    serve: Any, driver: Device, chosen: list[Any]
+) -> None:
+    first, other = plain(), plain(h=4)
+    for tensors in (first, moved(first), other, moved(other), first, plain(a=KINDS["heads"])):
+        check(serve(tensors), tensors)
+    assert len(chosen) == 3
+    with torch.enable_grad():
+        wanting = first | {"a": first["a"].clone().requires_grad_()}
+        found = serve(wanting)
+    assert torch.equal(found["p"], evaluate(BLEND, first)["p"]) and len(chosen) == 3
+
+
+def test_what_lies_elsewhere_is_not_like_a_known_call(serve: Any, chosen: list[Any]) -> None:
+    """Kernels read whole vectors, and copies are made anew."""
+    tensors = plain()
+    check(serve(tensors), tensors)
+    assert isinstance(serve(tensors | {"g": random(N + 1)[1:]}), str)
+    negated = plain(c=torch.complex(random(*SHAPE), random(*SHAPE)).conj().imag)
+    for change in ({"b": KINDS["by column"]}, {"b": KINDS["columns apart"]}, negated):
+        for again in (tensors | change, moved(tensors) | change):
+            check(serve(again), again)
+    assert len(chosen) == 8
+
+
+def test_a_known_call_follows_its_stream_and_its_scratch(
+    serve: Any, tuned: RowServer, driver: Device, device: FakeDevice, chosen: list[Any]
+) -> None:
+    places = []
+    for device.stream in (7, 8, 7):
+        check(serve(plain()), plain())
+        places.append(driver.launches[-2].arguments.scratch)
+    assert places[0] == places[2] != places[1]
+    tuned._workspaces.of_stream(0, 7).scratch_words = 0  # another call has needed more
+    check(serve(plain()), plain())
+    main, second = driver.launches[-2:]
+    scratch = tuned._workspaces.of_stream(0, 7).scratch
+    assert scratch != places[0] and main.arguments.scratch == second.arguments[0] == scratch
+    assert len(chosen) == 1
+
+
 def test_what_no_kernel_serves_is_said(serve: Any) -> None:
     for change in (
         {"d": random(*SHAPE)},  # a residual of fp32 has no kernel here
@@ -308,7 +370,7 @@ def test_without_a_package_the_formula_serves_on_a_gpu_with_one_warning(
     without = RowServer(BLEND, "there is no package of blend")
     assert without.explain(M, N, "bf16")["reason"] == without.missing
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
-    monkeypatch.setattr(without, "_by_formula", lambda x, tensors: "by the formula")
+    monkeypatch.setattr(without, "_by_formula", lambda *given: "by the formula")
     rows = {name: one for name, one in plain().items() if name != "h"}
     with warnings.catch_warnings(record=True) as said, FakeTensorMode():
         warnings.simplefilter("always")
@@ -379,3 +441,29 @@ def test_what_does_not_fit_together_is_one_sentence(server: RowServer, name: str
     with pytest.raises((TypeError, ValueError), match=re.escape(said)) as error:
         server(plain(**change))
     assert "\n" not in str(error.value)
+
+
+def test_an_offset_is_added_to_the_columns(serve: Any, server: RowServer, driver: Device) -> None:
+    """Kernels without that option get the columns with it, in fp32."""
+    tensors = plain()
+    moved = tensors | {"g": tensors["g"] + 2}
+    check(serve(tensors, 2.0), moved)
+    check(serve(plain(g=None), 2.0), moved | {"g": torch.full((N,), 3.0)})
+    assert {
+        seen.arguments.weight_offset for seen in driver.launches if seen.function == "blend"
+    } == {0.0}
+    exact = evaluate(BLEND, moved)
+    for name, out in server(tensors, 2.0).items():
+        assert torch.equal(out, exact[name]), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_numbers_of_rows_are_an_output(dtype: torch.dtype) -> None:
+    server = RowServer(RMSNORM_ADD_FORWARD, lambda index: None)  # type: ignore[arg-type, return-value]
+    x, r = (random(*SHAPE).to(dtype) + i for i in range(2))
+    found = server({"x": x, "r": r, "weight": None, "eps": 1.0})
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    assert (found["rstd"].dtype, found["rstd"].shape) == (wide, (*SHAPE[:-1], 1))
+    rstd = (x.to(wide).square().mean(-1, keepdim=True) + 1).rsqrt()
+    torch.testing.assert_close(found["rstd"], rstd)
+    assert torch.equal(found["y"], (x.to(wide) * found["rstd"] + r.to(wide)).to(dtype))

@@ -50,6 +50,10 @@ def calls(rms: Package, layer: Any) -> dict[str, tuple[Callable[..., Any], tuple
             lambda x, w, r: rms.rms_norm(x, w, 1e-5, residual=r),
             (x, weight, wide_residual),
         ),
+        "rms_norm, added": (
+            lambda x, w, r: rms.ops.rms_norm_and_add(x, r, w, 1e-5, 0.0, rms.name)[0],
+            (x, weight, residual),
+        ),
         "rms_norm, bias": (lambda x, w: rms.rms_norm(x, w, bias=w), (x, weight)),
         "layer_norm": (layer.layer_norm, (x, weight, weight)),
         "layer_norm, no bias": (layer.layer_norm, (x, weight)),

@@ -95,7 +95,7 @@ def test_predicted_searches_have_no_producer() -> None:
 
 
 def test_file_has_the_knobs_that_the_templates_know(space: Space) -> None:
-    assert {knob.name for knob in space.knobs} == {*NEEDED, "column_sums"}
+    assert {knob.name for knob in space.knobs} == {*NEEDED, "column_sums", "row_numbers"}
     assert all(len(knob.why.split()) >= 5 for knob in space.knobs)
 
 

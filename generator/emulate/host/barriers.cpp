@@ -124,6 +124,14 @@ float shuffle_xor(float value, int mask, int line) {
   return warp.values[parity][lane ^ static_cast<unsigned>(mask)];
 }
 
+float shuffle_from(float value, int lane, int line) {
+  Warp& warp = *m.current->warp;
+  const unsigned parity = warp.parity;
+  warp.values[parity][m.current->lane] = value;
+  meet(Wait::kShuffle, line, kWarp);  // of no mask
+  return warp.values[parity][lane];
+}
+
 void warp_barrier(int line) { meet(Wait::kWarpBarrier, line, 0); }
 
 // ---- A CTA ----
@@ -196,6 +204,21 @@ void cluster_barrier(int line) {
   }
   for (Cta* cta : cluster.ctas) {
     cta->known = known;
+    for (Thread& thread : cta->threads)
+      if (&thread != &self) make_ready(thread);
+  }
+  maybe_yield();
+}
+
+// Its arrivals are relaxed: it orders initialisations that were fenced before it, and nothing else.
+void cluster_barrier_of_inits(int line) {
+  Thread& self = *m.current;
+  Cluster& cluster = *self.cta->cluster;
+  const auto threads = cluster.ctas.size() * self.cta->threads.size();
+  if (!last_at(cluster.barrier, threads, threads, Wait::kClusterBarrier, 0, line)) return;
+  for (Cta* cta : cluster.ctas) {
+    for (Mbarrier& barrier : cta->mbarriers)
+      if (barrier.fenced) barrier.init.cta_time = 0;  // before all that anybody does
     for (Thread& thread : cta->threads)
       if (&thread != &self) make_ready(thread);
   }

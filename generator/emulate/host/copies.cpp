@@ -159,6 +159,12 @@ void mbarrier_init(unsigned long long* barrier, unsigned arrivals, int line) {
   cta.waited.resize(cta.mbarriers.size() * cta.threads.size());
 }
 
+// Of all barriers that the thread has initialised.
+void mbarrier_init_fence() {
+  for (Mbarrier& barrier : m.current->cta->mbarriers)
+    if (barrier.init.who == m.current->index + 1) barrier.fenced = true;
+}
+
 void mbarrier_expect(unsigned long long* barrier, unsigned bytes, int line) {
   maybe_yield();
   const Thread& self = *m.current;

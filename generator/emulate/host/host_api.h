@@ -49,10 +49,12 @@ void shared_write(const void* to, unsigned bytes, int line);
 
 // Threads that wait for each other.
 float shuffle_xor(float value, int mask, AT_LINE);
+float shuffle_from(float value, int lane, AT_LINE);
 void warp_barrier(AT_LINE);
 void cta_barrier(AT_LINE);
 void named_barrier(unsigned id, unsigned threads, AT_LINE);
 void cluster_barrier(AT_LINE);
+void cluster_barrier_of_inits(AT_LINE);
 unsigned cluster_rank();
 
 // Copies that complete later.
@@ -61,6 +63,7 @@ void copy_async_commit();
 void copy_async_wait(unsigned pending, int line);
 
 void mbarrier_init(unsigned long long* barrier, unsigned arrivals, AT_LINE);
+void mbarrier_init_fence();
 void mbarrier_expect(unsigned long long* barrier, unsigned bytes, AT_LINE);
 void mbarrier_arrive(unsigned long long* barrier, AT_LINE);
 void mbarrier_wait(unsigned long long* barrier, unsigned phase, bool cluster = false, AT_LINE);

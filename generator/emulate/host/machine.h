@@ -176,6 +176,7 @@ struct Mbarrier {
   long long bytes = 0;       // still to come in this phase
   TeamTimes arriving, told;  // by arrivals of this phase; by those of phases that have completed
   Event init{};
+  bool fenced = false;       // its initialisation
   Event first_wait{};        // the first thread that saw the newest completed phase, and when
   unsigned first_wait_phases = 0;
   std::vector<Thread*> waiting;

@@ -1,0 +1,98 @@
+"""benchmarks.packages: which kernels it times, and what it says of the times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from benchmarks import packages
+from generator.errors import NormforgeError
+from generator.evaluate.gpu.protocol import Candidate
+from generator.paths import GENERATED
+from generator.problem import Problem, load_problems
+from normforge.table import Table
+
+H200, H100 = (GENERATED / gpu / "rmsnorm_backward" for gpu in ("h200", "h100"))
+
+
+class Session:
+    """Times that are made up: the floor takes 2 µs, the first kernel 4 and the second one 3. After
+    a flush all take twice as long."""
+
+    def __init__(self) -> None:
+        self.loaded: list[Candidate] = []
+
+    def workload(self, problem: Problem) -> Any:
+        return SimpleNamespace(
+            floor_bytes=1, bench=self._bench, operations=lambda benches, sets: [2.0, *benches]
+        )
+
+    def _bench(self, candidate: Candidate) -> float:
+        self.loaded.append(candidate)
+        return 5.0 - len(self.loaded)
+
+
+def timer(factor: float, sets: int) -> Any:
+    def block(operations: Sequence[float], rounds: int) -> list[list[float]]:
+        return [[factor * us * (1 + place) for place in range(rounds)] for us in operations]
+
+    return SimpleNamespace(sets=lambda nbytes: sets, block=block)
+
+
+def test_both_packages_kernels_are_timed_under_both_conditions() -> None:
+    problem = Problem.parse("4096x4096:bf16")
+    kernels = {folder: packages.chosen(Table.load(folder), problem) for folder in (H200, H100)}
+    session, timers = Session(), {"flush": timer(2.0, 1), "rotation": timer(1.0, 5)}
+    row = packages.measure(cast(Any, session), timers, kernels, problem)
+    cubins = [kernel.read_cubin(folder) for folder, kernel in kernels.items()]
+    assert [candidate.cubin for candidate in session.loaded] == cubins
+    assert cubins[0] != cubins[1]
+    assert row["kernels"] == {"before": kernels[H200].file, "after": kernels[H100].file}
+    for condition, floor, sets in (("flush", 32.0, 1), ("rotation", 16.0, 5)):
+        told = row[condition]
+        assert (told["sets"], told["floor_us"]) == (sets, floor)
+        assert (told["before"], told["after"], told["after_over_before"]) == (2.0, 1.5, 0.75)
+    assert "flush: 2.000 -> 1.500 of the floor (0.750)" in packages.line(row)
+
+
+def row_of(shape: str, after: float) -> dict[str, Any]:
+    times = {"before": 1.0, "after": after, "after_over_before": after}
+    return {"shape": shape, "flush": times, "rotation": {**times, "after_over_before": 1.0}}
+
+
+def test_summary_has_means_and_names_what_became_slower() -> None:
+    first, second = packages.summary([row_of("a", 0.5), row_of("b", 2.0)]).splitlines()
+    assert "2 shapes, geometric means: before 1.0000, after 1.0000, after over before 1.0" in first
+    assert first.endswith("slower by more than 1 %: b 2.000")
+    assert second.endswith("slower by more than 1 %: none")
+    assert "after over before 0.7071" in packages.summary([row_of("a", 0.5), row_of("b", 1.0)])
+
+
+def test_options_of_a_shape_choose_its_kernel() -> None:
+    table = Table.load(H200)
+    plain, option = load_problems("16384x4096:bf16,16384x4096:bf16+residual")
+    assert not packages.chosen(table, plain).spec.residual
+    assert packages.chosen(table, option).spec.residual
+
+
+def test_a_shape_without_a_kernel_is_one_sentence() -> None:
+    table = replace(Table.load(H200), fallback=())
+    with pytest.raises(NormforgeError, match="a package has no kernel for it"):
+        packages.chosen(table, Problem.parse("4096x1000:bf16"))
+
+
+def test_bad_input_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def said(*arguments: str) -> str:
+        assert packages.main([*arguments, "--out", str(tmp_path / "out.json")]) == 2
+        return capsys.readouterr().err
+
+    assert "needs a CUDA GPU" in said("--module", str(H200), "--before", str(H100))
+    assert "cannot be compared with itself" in said("--module", str(H200), "--before", str(H200))
+    other = GENERATED / "h200" / "layernorm_backward"
+    assert "is a package of layernorm" in said("--module", str(H200), "--before", str(other))
+    assert "no readable table" in said("--module", str(H200), "--before", str(tmp_path))
