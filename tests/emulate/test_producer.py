@@ -7,15 +7,19 @@ import random
 from typing import Any
 
 import pytest
+import torch
 
 from generator.emulate import find_compiler
 from generator.emulate.check import check_source, check_variant, small_launch
+from generator.emulate.run import Schedule, run_schedules
 from generator.errors import NormforgeError
 from generator.kernels.render import render
 from generator.kernels.variant import Variant, make_variant
+from generator.operations.rmsnorm_backward import make_inputs
 from generator.problem import Problem
 from generator.space.legal_configs import LegalConfigs
 from generator.space.load import load_space
+from tests.support.emulator import WITHOUT_DX
 from tests.support.forward import H200
 from tests.support.samples import plain_variant
 
@@ -180,9 +184,25 @@ def test_planted_bug_is_found(name: str) -> None:
         ({"threads_per_row": 16}, "parts of warps"),
         ({"rows_per_cta": 15, "threads_per_row": 32}, "15 teams"),
         ({"column_sums": "early", "reload": "smem"}, "early sums"),
+        ({"row_numbers": "held", "rows_in_flight": 3}, "numbers of rows that are held"),
     ],
 )
 def test_kernels_that_there_cannot_be(knobs: dict[str, Any], said: str) -> None:
     variant, problem = example()
     with pytest.raises(NormforgeError, match=said):
         make_variant({**variant.config, **knobs}, problem)
+
+
+@pytest.mark.parametrize("column_sums", ["late", "early"])
+def test_rows_that_nobody_wants_are_not_stored(column_sums: str) -> None:
+    """The sums over the rows are the same."""
+    variant, problem = example(column_sums=column_sums)
+    spec, launch = small_launch(variant, problem.M)
+    inputs, source = make_inputs(problem, torch.device("cpu")), render(variant)
+    schedules = [Schedule(seed, launch.grid) for seed in range(3)]
+    both = run_schedules(source, spec, launch, inputs, schedules)
+    alone = run_schedules(source, spec, launch, inputs, schedules, call_options=WITHOUT_DX)
+    assert not both.faults and not alone.faults
+    assert "dx" in both.results and "dx" not in alone.results
+    (one,), (other,) = both.results["dw"], alone.results["dw"]
+    assert torch.equal(one, other)
