@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import chain
 from pathlib import Path
 
@@ -19,6 +20,12 @@ def template_of(operation: str) -> Path:
     if operation in FILES:
         return FILES[operation].with_name(f"{operation}.cu.j2")
     return template_named(f"{operation}.cu.j2")
+
+
+@cache
+def may_add_early(operation: str) -> bool:
+    """Tell whether an operation's template can add to the sums over the rows before the row sum."""
+    return "early_sums" in template_of(operation).read_text(encoding="utf-8")
 
 
 def space_of(operation: str) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from statistics import fmean, median
 
 from benchmarks.goals import geometric_mean
+from benchmarks.packages import SIDES
 from benchmarks.pages.text import read, table
 from generator.evaluate.gpu.rotation import CONDITIONS, FLUSH, ROTATION
 
@@ -55,4 +56,29 @@ def conditions() -> str:
     return table((*header, "a trial", "worst first trial", "evict_last"), found)
 
 
-PIPELINE_BLOCKS = {"pipelines": pipelines, "conditions": conditions}
+def packages() -> str:
+    """The kernels of a package beside those of the one before it: how many shapes have another one,
+    both over the floor, and the ratio of their times."""
+    found = []
+    rows = read("packages_h200")["rows"]
+    for which, some in (
+        ("all", rows),
+        ("with another kernel", [r for r in rows if len({*r["kernels"].values()}) > 1]),
+        ("with the same", [r for r in rows if len({*r["kernels"].values()}) == 1]),
+    ):
+        for condition in CONDITIONS:
+            times = [row[condition] for row in some]
+            ratios = [each["after_over_before"] for each in times]
+            found.append(
+                (
+                    f"{which}, {condition}",
+                    str(len(some)),
+                    *(f"{geometric_mean(each[side] for each in times):.3f}" for side in SIDES),
+                    f"{geometric_mean(ratios):.3f}",
+                    f"{min(ratios):.3f}, {max(ratios):.3f}",
+                )
+            )
+    return table(("shapes, condition", "number", *SIDES, "ratio", "least, most"), found)
+
+
+PIPELINE_BLOCKS = {"pipelines": pipelines, "conditions": conditions, "packages": packages}

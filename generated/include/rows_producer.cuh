@@ -36,27 +36,28 @@ struct RowPipeline {
   static constexpr int kBatchBytes = kRowsInFlight * (2 * kRowBytes + kResidualRowBytes);
 
   const Rows& rows;
+  const unsigned warp, team;  // known to be the same for the whole warp
   unsigned char* tiles;  // of the CTA
   unsigned long long *full, *empty;  // of team 0; those of the next team follow
   int stage = 0;
   unsigned phase = 0;
 
-  DEVICE RowPipeline(const Rows& r, unsigned char* smem)
-      : rows(r), tiles(smem + kTilesOffset), full(reinterpret_cast<unsigned long long*>(smem)),
+  DEVICE RowPipeline(const Rows& r, unsigned char* smem, unsigned of)
+      : rows(r), warp(of), team(of / kWarpsPerRow), tiles(smem + kTilesOffset), full(reinterpret_cast<unsigned long long*>(smem)),
         empty(full + kTeams * kStages) {
+    // Unrolled, because in a loop the compiler puts a fence before each of them. The kernel fences them,
+    // and a barrier of the CTA or of the cluster publishes them.
     if (threadIdx.x == 0) {
-#pragma unroll 1
+#pragma unroll
       for (int s = 0; s < kTeams * kStages; ++s) {
         mbarrier_init(&full[s], 1);
         mbarrier_init(&empty[s], kWarpsPerRow);
       }
-      mbarrier_init_fence();
     }
-    // A barrier of the CTA publishes them.
   }
   // Requests all rows of the CTA. For the threads of the last warp, of which one does it.
   DEVICE void produce(long long first, long long step) {
-    if (threadIdx.x % 32 != 0) return;
+    if (!elected()) return;
     int into = 0;
     unsigned turn = 1;  // of a barrier that has completed no phase the one before counts as complete
 #pragma unroll 1
@@ -75,7 +76,8 @@ struct RowPipeline {
   DEVICE void fetch(long long batch, int into) {
     const long long row = row_of_team(batch);
     const long long left = rows.count - row;
-    const int valid = left < kRowsInFlight ? static_cast<int>(left) : kRowsInFlight;
+    // A batch of one row exists if it is due.
+    const int valid = kBatchRows == 1 || left >= kRowsInFlight ? kRowsInFlight : static_cast<int>(left);
     unsigned char* tile = tiles + into * kBatchBytes;
     mbarrier_expect(&full[into], valid * (2 * kRowBytes + kResidualRowBytes));
 #pragma unroll 1
@@ -89,7 +91,7 @@ struct RowPipeline {
   }
   DEVICE static long long row_of_team(long long batch) { return batch * kBatchRows; }
   DEVICE void start(const Schedule&) {}
-  DEVICE unsigned place() const { return team_index() * kStages + stage; }
+  DEVICE unsigned place() const { return team * kStages + stage; }
   DEVICE void await() { mbarrier_wait(&full[place()], phase); }
   // A batch of one row exists if it is due.
   DEVICE bool exists(long long batch, int u) const {

@@ -13,6 +13,7 @@ from generator.kernels.forward import ForwardVariant, make_forward
 from generator.kernels.geometry import Config, Geometry
 from generator.kernels.knobs import KNOBS
 from generator.kernels.strategies import NO_SUMS
+from generator.own_files import may_add_early
 from generator.problem import RMSNORM_BACKWARD, Problem
 from generator.target import WARP
 from normforge.spec import UNBOUNDED, KernelSpec
@@ -57,6 +58,8 @@ class Variant(Geometry):
         yield cluster > 1 and per_row < WARP, "a cluster with rows of less than a warp"
         again = self["reload"] == "smem" or self.run_rows > 0
         yield self.early_sums and again, "early sums, and rows that are read again or in runs"
+        unknown = self.early_sums and not may_add_early(self.operation)
+        yield unknown, f"early sums of {self.operation}, whose template does not add early"
         alone = per_row < WARP or self.run_rows > 0 or not self.exact
         yield self.producer and alone, "a producer and parts of warps, runs of rows or any N"
         crowded = self.producer and self.teams >= _NAMED_BARRIERS

@@ -13,6 +13,7 @@ from generator.kernels.geometry import Geometry
 from generator.kernels.knobs import KNOBS
 from generator.kernels.strategies import REDUCTION_KNOBS
 from generator.kernels.variant import shape_fields
+from generator.own_files import may_add_early
 from generator.problem import Problem
 from generator.target import Target
 from normforge.spec import ceil_div
@@ -145,8 +146,10 @@ DERIVED = {
 IMPLIED = DERIVED | {
     "way": Derived(REDUCTION_KNOBS, lambda v, p, t: v.strategy.way),
     "bulk_adds": Derived(REDUCTION_KNOBS, lambda v, p, t: v.strategy.bulk_adds),
+    "adds_early": Derived((), lambda v, p, t: may_add_early(v.operation)),
 }
-"""All names that follow from a config: the numbers, and facts of its strategy."""
+"""All names that follow from a config: the numbers, facts of its strategy, and whether the template
+of its operation can add to the sums over the rows before the row sum."""
 
 MOST_CHARACTERS = 1000
 _ALLOWED = (

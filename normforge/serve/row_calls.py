@@ -22,7 +22,7 @@ _MOST = 1 << 10
 
 
 class KnownCall:
-    """What launches the calls of one kind."""
+    """A kernel with its launch and its arguments, for all calls of one kind."""
 
     def __init__(
         self, kernel: LoadedKernel, launch: Launch, extent: Extent, wants_sums: bool
@@ -64,8 +64,8 @@ class KnownCalls:
         self._calls: dict[Any, KnownCall] = {}
 
     def kind_of(self, tensors: Tensors, offset: float, into: Mapping[str, torch.Tensor]) -> Any:
-        """What calls that have one kernel and one launch have in common: all but the addresses,
-        which are all aligned. into: outputs that are to be written there. None for a call that is
+        """Return all of a call but the addresses, which are all aligned: calls that are equal in it
+        have one kernel and one launch. into: outputs that are to be written there. None for a call that is
         not remembered."""
         kind: list[Any] = [offset, *into]
         for given in (*(tensors.get(name) for name in self._names), *into.values()):

@@ -151,6 +151,30 @@ BUGS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         "whose initialisation no barrier orders",
         {"cluster": 2},
     ),
+    "barriers are not fenced before the copy engine uses them": (
+        FENCE,
+        "",
+        "no proxy fence: a bulk copy uses mbarrier",
+        {},
+    ),
+    "a barrier of the CTA stands in for the fence that peers need": (
+        FENCE,
+        "  cta_barrier();\n",
+        "initialisation was not fenced",
+        {"cluster": 2},
+    ),
+    "half a warp elects the lane that asks": (
+        "    if (!elected()) return;",
+        "    if (threadIdx.x % 32 >= 16 || !elected()) return;",
+        "",
+        {},
+    ),
+    "one thread asks for the index of its warp": (
+        "warp = warp_index(),",
+        "warp = threadIdx.x == 0 ? warp_index() : threadIdx.x / 32,",
+        "",
+        {},
+    ),
     "a lane holds the number of another row": (
         "batch + lane / kRowsInFlight * step",
         "batch + lane / kRowsInFlight",
@@ -206,3 +230,11 @@ def test_rows_that_nobody_wants_are_not_stored(column_sums: str) -> None:
     assert "dx" in both.results and "dx" not in alone.results
     (one,), (other,) = both.results["dw"], alone.results["dw"]
     assert torch.equal(one, other)
+
+
+def test_early_sums_need_a_template_that_has_them() -> None:
+    problem = Problem.parse("100x1024:bf16", "gated_rmsnorm_backward")
+    config = {**example()[0].config, "column_sums": "early"}
+    with pytest.raises(NormforgeError, match="whose template does not add early"):
+        make_variant(config, problem)
+    make_variant({**config, "column_sums": "late"}, problem)

@@ -283,7 +283,7 @@ def test_a_captured_call_has_counters_of_its_own(
 
 
 def moved(tensors: dict[str, Any]) -> dict[str, Any]:
-    """The same kind of tensors, elsewhere."""
+    """Return tensors of the same kind, elsewhere."""
     return {k: t + 1 if isinstance(t, torch.Tensor) else t for k, t in tensors.items()}
 
 

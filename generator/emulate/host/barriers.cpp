@@ -126,10 +126,22 @@ float shuffle_xor(float value, int mask, int line) {
 
 float shuffle_from(float value, int lane, int line) {
   Warp& warp = *m.current->warp;
+  if (lane < 0 || lane >= static_cast<int>(kWarp)) fault(line, "takes a value from lane %d", lane);
   const unsigned parity = warp.parity;
   warp.values[parity][m.current->lane] = value;
   meet(Wait::kShuffle, line, kWarp);  // of no mask
   return warp.values[parity][lane];
+}
+
+// Whole warps come to these.
+unsigned warp_index(int line) {
+  meet(Wait::kShuffle, line, kWarp + 1);
+  return m.current->index / kWarp;
+}
+
+bool elected(int line) {
+  meet(Wait::kShuffle, line, kWarp + 2);
+  return m.current->lane == 0;
 }
 
 void warp_barrier(int line) { meet(Wait::kWarpBarrier, line, 0); }

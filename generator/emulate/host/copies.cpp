@@ -42,6 +42,8 @@ unsigned find_mbarrier(Cta& cta, const unsigned long long* barrier, int line) {
   if (*barrier >> 32 != kMagic || index >= cta.mbarriers.size())
     fault(line, "uses an mbarrier at byte %zu of shared memory that is not initialised", offset);
   const bool remote = &cta != m.current->cta;
+  if (remote && !cta.mbarriers[index].fenced)
+    fault(line, "race: uses mbarrier %u of another CTA, whose initialisation was not fenced", index);
   if (!remote && !ordered(cta.mbarriers[index].init, *m.current))
     fault(line, "race: uses mbarrier %u, whose initialisation no barrier orders before it", index);
   return index;
@@ -224,6 +226,9 @@ void bulk_load(void* to, const void* from, unsigned bytes, unsigned long long* b
   checked_buffer(1u << kRows, from, bytes, "reads", line);
   check_bulk_size(from, to, bytes, line);
   const unsigned index = find_mbarrier(cta, barrier, line);
+  if (!cta.mbarriers[index].fenced)
+    fault(line, "no proxy fence: a bulk copy uses mbarrier %u, whose initialisation was not fenced",
+          index);
   const unsigned copy = start(Copy::kLoad, to, from, bytes, line);
   note_shared_copy(cta, to, bytes, copy, line);
   m.copies[copy].target = &cta;

@@ -50,6 +50,8 @@ void shared_write(const void* to, unsigned bytes, int line);
 // Threads that wait for each other.
 float shuffle_xor(float value, int mask, AT_LINE);
 float shuffle_from(float value, int lane, AT_LINE);
+unsigned warp_index(AT_LINE);
+bool elected(AT_LINE);
 void warp_barrier(AT_LINE);
 void cta_barrier(AT_LINE);
 void named_barrier(unsigned id, unsigned threads, AT_LINE);

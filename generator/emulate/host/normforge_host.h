@@ -199,8 +199,6 @@ template <int kBytes> DEVICE void copy_async(void* to, const void* from, AT_LINE
   copy_async(to, from, kBytes, line);
 }
 template <int kPending> DEVICE void copy_async_wait(AT_LINE) { copy_async_wait(kPending, line); }
-DEVICE unsigned warp_index() { return threadIdx.x / 32; }
-DEVICE bool elected() { return threadIdx.x % 32 == 0; }
 DEVICE void mbarrier_wait_cluster(unsigned long long* barrier, unsigned phase, AT_LINE) {
   mbarrier_wait(barrier, phase, true, line);
 }
