@@ -65,8 +65,8 @@ class KnownCalls:
 
     def kind_of(self, tensors: Tensors, offset: float, into: Mapping[str, torch.Tensor]) -> Any:
         """Return all of a call but the addresses, which are all aligned: calls that are equal in it
-        have one kernel and one launch. into: outputs that are to be written there. None for a call that is
-        not remembered."""
+        have one kernel and one launch. into: outputs that are to be written there. None for a call
+        that is not remembered."""
         kind: list[Any] = [offset, *into]
         for given in (*(tensors.get(name) for name in self._names), *into.values()):
             if isinstance(given, torch.Tensor):

@@ -40,7 +40,7 @@ def test_further_trials_come_on_top_of_those_of_the_last_finals(tmp_path: Path) 
 
 
 def test_trials_without_finals_are_no_base(tmp_path: Path) -> None:
-    """What a killed run had tried is part of what the next one is asked for."""
+    """The next run is asked for as many in all, whatever a killed one had tried."""
 
     class Killed(LoggingEvaluator):
         def finals(self, *arguments: object) -> object:
