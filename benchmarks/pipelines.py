@@ -64,7 +64,7 @@ CHECKED_RUNS, FINALISTS, FINAL_BLOCKS, FINAL_ROUNDS = 5, 6, 4, 12
 _BASE: Config = {
     **{"pipeline": "producer", "vector_bytes": 16, "reload": "none", "weight_in": "registers"},
     **{"grid": "full", "order": "turns", "levels": 1, "load_hint": "evict_last"},
-    **{"store_hint": "default", "register_cap": 0, "arrival": "late"},
+    **{"store_hint": "default", "register_cap": 0, "arrival": "late", "row_numbers": "next"},
 }
 _TAILS: tuple[Config, ...] = (
     {"strategy": "separate", "overlap": "dependent", "sum_threads": 256, "slice_columns": 64},
