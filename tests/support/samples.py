@@ -13,7 +13,6 @@ from pathlib import Path
 from hypothesis import reject
 from hypothesis import strategies as st
 
-from generator.errors import NormforgeError
 from generator.kernels.compile_pool import CompilePool
 from generator.kernels.cubin_cache import compile_variant
 from generator.kernels.geometry import Config
@@ -76,6 +75,15 @@ def sample_variant(
         problem = Problem.parse(problem)
     space = space or space_of(problem.operation)
     return make_variant(space.sample(problem, target, random.Random(seed), fixed), problem)
+
+
+def drawn_variant(
+    problem: Problem, target: Target, seed: int, **fixed: int | str
+) -> Variant | None:
+    """What `sample_variant` gives, or None where nothing is legal: to find out why takes long."""
+    legal = space_of(problem.operation).legal(problem, target, rng=random.Random(seed), fixed=fixed)
+    config = next(legal, None)
+    return make_variant(config, problem) if config else None
 
 
 def plain_variant(problem: Problem | str, target: Target, **knobs: int | str) -> Variant:
@@ -184,10 +192,7 @@ def cases(draw: st.DrawFn) -> tuple[Problem, Target, Variant]:
 def _sampled(
     problem: Problem, target: Target, seed: int, fixed: tuple[tuple[str, int | str], ...]
 ) -> Variant:
-    try:
-        return sample_variant(problem, target, seed, **dict(fixed))
-    except NormforgeError:
-        reject()
+    return drawn_variant(problem, target, seed, **dict(fixed)) or reject()
 
 
 def compiled_fallbacks(target: Target) -> list[tuple[Variant, Compiled]]:
