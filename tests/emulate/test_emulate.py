@@ -178,8 +178,8 @@ SHORT_TEAMS = {"threads_per_row": 8, "rows_per_cta": 8}
     [
         *(("43x1024:bf16", SINGLE, pipeline) for pipeline in ("direct", "async", "bulk")),
         *(("43x1024:bf16", TEAMS, pipeline) for pipeline in ("direct", "async", "bulk")),
-        *(("43x4096:bf16", PAIRS, pipeline) for pipeline in ("direct", "async", "bulk")),
-        *(("13x8192:bf16", CLUSTERS, pipeline) for pipeline in ("async", "bulk")),
+        *(("43x4096:bf16", PAIRS, pipeline) for pipeline in ("direct", "bulk")),
+        ("13x8192:bf16", CLUSTERS, "async"),
         *(("203x64:bf16", SHORT_TEAMS, pipeline) for pipeline in ("direct", "async")),
         *(("1x1024:bf16", TEAMS, pipeline) for pipeline in ("async", "bulk")),
     ],
@@ -267,7 +267,7 @@ def sampled(index: int) -> tuple[Problem, Variant, Layout]:
 
 
 @pytest.mark.sampled(7)
-@pytest.mark.parametrize("index", range(51), ids=lambda index: f"seed{SEED}-{index}")
+@pytest.mark.parametrize("index", range(38), ids=lambda index: f"seed{SEED}-{index}")
 def test_sampled_variant_is_right_under_every_schedule(index: int) -> None:
     problem, variant, layout = sampled(index)
     check = check_variant(variant, problem, schedules=6, seed=index, layout=layout)
@@ -279,7 +279,7 @@ def test_sampled_variant_is_right_under_every_schedule(index: int) -> None:
 
 @pytest.mark.slow
 def test_the_samples_cover_the_space() -> None:
-    variants = [sampled(index)[1] for index in range(51)]
+    variants = [sampled(index)[1] for index in range(38)]
     assert {v["strategy"] for v in variants} == {v["strategy"] for v in REDUCTION.values()}
     assert {v.dtype for v in variants} == {"bf16", "fp16", "fp32"}
     assert {v["pipeline"] for v in variants} == {"bulk", "direct", "async"}

@@ -6,9 +6,12 @@ import os
 import random
 import struct
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 from hypothesis import reject
 from hypothesis import strategies as st
@@ -54,6 +57,13 @@ PLAIN: dict[str, int | str] = {
     "register_cap": 0,
 }
 """Knobs of a conservative config for N = 1024: few registers, no staging."""
+
+
+def in_turn(*outer: Sequence[Any], inner: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Parameters of a test: every combination of the outer choices, each with one of the inner
+    ones. They take turns, so that every pair occurs where the outer choices are as many."""
+    found = product(*map(enumerate, outer))
+    return [(*(c for _, c in one), inner[sum(i for i, _ in one) % len(inner)]) for one in found]
 
 
 @cache
