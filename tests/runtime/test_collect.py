@@ -298,12 +298,12 @@ def test_ranks_add_to_one_file_and_forks_count_for_themselves(tmp_path: Path) ->
         "    more(), sys.exit()\n"
         "assert os.waitpid(child, 0)[1] == 0"
     )
-    ranks = [program(tmp_path, calls, after=fork) for calls in (1, 10, 100, 50)]
+    ranks = [program(tmp_path, calls, after=fork) for calls in (1, 10)]
     run_side_by_side(ranks, **environment(tmp_path))
     found = collected.read((tmp_path / "shapes.yaml").read_text())
     assert found == {
-        ("rmsnorm_backward", "6x16:fp32"): 1 + 10 + 100 + 50 + 4,
-        ("rmsnorm_backward", "7x16:fp32"): 8,
+        ("rmsnorm_backward", "6x16:fp32"): 1 + 10 + 2,
+        ("rmsnorm_backward", "7x16:fp32"): 4,
     }
     assert sorted(path.name for path in tmp_path.glob(".*")) == [".shapes.yaml.lock"]
 
