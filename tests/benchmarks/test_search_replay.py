@@ -457,13 +457,13 @@ def test_no_rival_is_better_in_a_committed_comparison() -> None:
 def test_the_search_is_within_2_percent_of_the_optimum_after_100_evaluations(
     swept: Recording,
 ) -> None:
-    """At least 23 of 24 seeds get there, and seven of ten after 50; the benchmark has the table of
-    50 seeds. Random search must do clearly worse, or this would hold nothing."""
+    """All of 8 seeds get there, and half after 50; the benchmark has the table of 50 seeds. Random
+    search must do clearly worse, or this would hold nothing."""
     names = ("random", "this tuner")
-    lucky, ours = compare(swept, 24, names, checkpoints=(50, 100), processes=1, close=0.02)
-    assert ours.close[1] >= 0.95
-    assert ours.close[0] >= 0.7
-    assert lucky.close[0] < 0.65
+    lucky, ours = compare(swept, 8, names, checkpoints=(50, 100), processes=1, close=0.02)
+    assert ours.close[1] == 1.0
+    assert ours.close[0] >= 0.5 > lucky.close[0]
+    assert lucky.close[1] < 0.8
     assert ours.reached[0] > lucky.reached[0]
 
 
@@ -471,6 +471,6 @@ def test_the_search_is_within_2_percent_of_the_optimum_after_100_evaluations(
 def test_known_winners_bring_a_search_within_1_percent_after_60_evaluations(
     swept: Recording,
 ) -> None:
-    """All of 8 seeds get there; the benchmark has the table of 50."""
-    (warm,) = compare(swept, 8, ["this tuner, warm"], checkpoints=(60,), processes=1)
+    """All of 3 seeds get there; the benchmark has the table of 50."""
+    (warm,) = compare(swept, 3, ["this tuner, warm"], checkpoints=(60,), processes=1)
     assert warm.close == (1.0,)
