@@ -90,7 +90,7 @@ def sample_variant(
 def drawn_variant(
     problem: Problem, target: Target, seed: int, **fixed: int | str
 ) -> Variant | None:
-    """What `sample_variant` gives, or None where nothing is legal: to find out why takes long."""
+    """Return what `sample_variant` does, or None where nothing is legal: to say why takes long."""
     legal = space_of(problem.operation).legal(problem, target, rng=random.Random(seed), fixed=fixed)
     config = next(legal, None)
     return make_variant(config, problem) if config else None
