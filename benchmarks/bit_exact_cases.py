@@ -9,7 +9,6 @@ from typing import Any
 
 from generator.emulate import Layout
 from generator.emulate.check import CPU
-from generator.errors import NormforgeError
 from generator.kernels.geometry import Config
 from generator.kernels.strategies import STRATEGIES, is_deterministic
 from generator.kernels.variant import Variant, make_variant
@@ -118,11 +117,9 @@ def draw_variant(
         extras.append(("threads_per_row", rng.choice((8, 16, 32))))
     space = load_space(space_file(problem.operation))
     for count in range(len(extras), -1, -1):
-        try:
-            config = space.sample(tuned, target, rng, {**reduction, **dict(extras[:count])})
-        except NormforgeError:
-            continue
-        if not (free and config["cluster"] == 4):
+        fixed = {**reduction, **dict(extras[:count])}
+        config = next(space.legal(tuned, target, rng=rng, fixed=fixed), None)
+        if config is not None and not (free and config["cluster"] == 4):
             return make_variant(config, problem)
     return None
 

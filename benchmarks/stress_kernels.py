@@ -114,11 +114,9 @@ def variants(target: Target, seed: int) -> Iterator[tuple[Variant, str]]:
             wanted += [({**knobs, "cluster": 1}, bug) for bug, (knobs, _, _) in CONTROLS.items()]
         for knobs, bug in wanted:
             rng = Random(f"{seed}/{problem}/{knobs}")
-            try:
-                config = legal.space.sample(problem, target, rng, knobs)
-            except NormforgeError:  # there is none
-                continue
-            yield make_variant(config, problem), bug
+            config = next(legal.space.legal(problem, target, rng=rng, fixed=knobs), None)
+            if config is not None:
+                yield make_variant(config, problem), bug
 
 
 def build(job: tuple[Variant, str], target: Target) -> Kernel | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import warnings
 from collections import defaultdict
@@ -18,6 +19,7 @@ from generator.space.load import load_space
 from generator.space.space import Space
 from generator.studies.storage import JOURNAL_NAME, open_storage
 from generator.target import Target, find_target, match_device
+from tests.support import searches
 
 # The same examples in every run, on machines of any speed; `--hypothesis-profile=explore` draws
 # new ones.
@@ -33,6 +35,10 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 if "OMP_NUM_THREADS" not in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+
+# The server of a worker's processes starts once, for whichever test comes first: a fork of it has
+# everything imported.
+multiprocessing.set_forkserver_preload(["tests.support.fake_run", "optuna.storages.journal"])
 
 
 @cache
@@ -78,6 +84,12 @@ def space() -> Space:
 def storage(tmp_path: Path) -> BaseStorage:
     """An empty file of studies."""
     return open_storage(tmp_path / JOURNAL_NAME)
+
+
+@pytest.fixture
+def quick_proposals() -> Iterator[None]:
+    with searches.quick_proposals():
+        yield
 
 
 @pytest.fixture(scope="session")

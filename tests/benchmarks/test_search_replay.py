@@ -15,6 +15,7 @@ import yaml
 from optuna.samplers import TPESampler
 from optuna.storages import InMemoryStorage
 
+from benchmarks.search_replay import replay
 from benchmarks.search_replay.__main__ import main as command
 from benchmarks.search_replay.comparison import compare, table
 from benchmarks.search_replay.narrow import NARROW_FILE, Narrow, load_narrow, narrow
@@ -35,6 +36,7 @@ from benchmarks.search_replay.replay import (
     at_random,
     by_tuner,
     by_tuner_with_studies,
+    committed_trials,
 )
 from benchmarks.search_replay.rivals import RepairingSampler
 from generator.errors import NormforgeError
@@ -166,6 +168,7 @@ class SideBySide(FakeEvaluator):
         return [time if time == min(times) else 2 * time for time in times]
 
 
+@pytest.mark.usefixtures("quick_proposals")
 def test_searches_are_judged_by_times_side_by_side_and_hear_of_their_trials_alone(
     tmp_path: Path,
 ) -> None:
@@ -275,6 +278,7 @@ def test_a_knob_that_is_not_named_keeps_its_first_value() -> None:
         assert after.values == ((2, 4) if before.name == "stages" else before.values[:1])
 
 
+@pytest.mark.usefixtures("quick_proposals")
 def test_replayed_and_live_searches_are_the_same_search(recording: Recording) -> None:
     storage = InMemoryStorage()
     search_problem(
@@ -293,6 +297,13 @@ def test_replayed_and_live_searches_are_the_same_search(recording: Recording) ->
     assert replayed == pytest.approx(told, abs=1e-6)
 
 
+@pytest.fixture
+def studies_of_the_h100(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take the place of the H200's, which take 10 s to read."""
+    monkeypatch.setattr(replay, "committed_trials", lambda gpu: committed_trials("h100"))
+
+
+@pytest.mark.usefixtures("quick_proposals", "studies_of_the_h100")
 @pytest.mark.parametrize("search", [SEARCHES[name] for name in SEARCHES if name != "GP"])
 def test_a_search_is_fixed_by_its_seed_and_stays_within_its_budget(
     recording: Recording,
@@ -302,7 +313,7 @@ def test_a_search_is_fixed_by_its_seed_and_stays_within_its_budget(
     first = search(replayed, 40, 1)
     assert len(first) == 40
     assert first == search(Replayed(recording), 40, 1)
-    assert first != search(replayed, 40, 2)
+    assert first[:10] != search(replayed, 10, 2)
     assert min(first) < inf
 
 
@@ -334,6 +345,7 @@ def test_what_was_not_recorded_is_told_and_not_invented(recording: Recording) ->
         replayed.ratio(missing)
 
 
+@pytest.mark.usefixtures("quick_proposals")
 def test_the_comparison_counts_what_its_searches_found(recording: Recording) -> None:
     names = ("random", "TPE", "this tuner")
     compared = compare(recording, 4, names, checkpoints=(10, 40), processes=1)
@@ -346,6 +358,7 @@ def test_the_comparison_counts_what_its_searches_found(recording: Recording) -> 
     assert "this tuner" in table(recording, compared, (10, 40))
 
 
+@pytest.mark.usefixtures("quick_proposals")
 def test_every_search_hears_of_a_trial_as_late_as_the_tuner(recording: Recording) -> None:
     """Samplers know less with a longer pipeline, and propose something else."""
     early, late = (Replayed(recording, lag) for lag in (0, 15))
@@ -355,6 +368,7 @@ def test_every_search_hears_of_a_trial_as_late_as_the_tuner(recording: Recording
         assert one != other
 
 
+@pytest.mark.usefixtures("quick_proposals", "studies_of_the_h100")
 def test_known_winners_make_the_first_trials(recording: Recording) -> None:
     """They are those of the H200's package for other shapes, as near to them as the swept space
     is."""
@@ -367,6 +381,7 @@ def test_the_gaussian_process_is_a_search(recording: Recording) -> None:
     assert len(SEARCHES["GP"](Replayed(recording), 12, 0)) == 12
 
 
+@pytest.mark.usefixtures("quick_proposals")
 @pytest.mark.parametrize("rival", ["odds alone", "improvement alone"])
 def test_another_surrogate_proposes_in_the_same_search(recording: Recording, rival: str) -> None:
     """Proposals before it is asked stay as they were, and so does the tuner's search after it."""
@@ -442,13 +457,13 @@ def test_no_rival_is_better_in_a_committed_comparison() -> None:
 def test_the_search_is_within_2_percent_of_the_optimum_after_100_evaluations(
     swept: Recording,
 ) -> None:
-    """At least 23 of 24 seeds get there, and seven of ten after 50; the benchmark has the table of
-    50 seeds. Random search must do clearly worse, or this would hold nothing."""
+    """All of 8 seeds get there, and half after 50; the benchmark has the table of 50 seeds. Random
+    search must do clearly worse, or this would hold nothing."""
     names = ("random", "this tuner")
-    lucky, ours = compare(swept, 24, names, checkpoints=(50, 100), processes=1, close=0.02)
-    assert ours.close[1] >= 0.95
-    assert ours.close[0] >= 0.7
-    assert lucky.close[0] < 0.65
+    lucky, ours = compare(swept, 8, names, checkpoints=(50, 100), processes=1, close=0.02)
+    assert ours.close[1] == 1.0
+    assert ours.close[0] >= 0.5 > lucky.close[0]
+    assert lucky.close[1] < 0.8
     assert ours.reached[0] > lucky.reached[0]
 
 
@@ -456,6 +471,6 @@ def test_the_search_is_within_2_percent_of_the_optimum_after_100_evaluations(
 def test_known_winners_bring_a_search_within_1_percent_after_60_evaluations(
     swept: Recording,
 ) -> None:
-    """All of 8 seeds get there; the benchmark has the table of 50."""
-    (warm,) = compare(swept, 8, ["this tuner, warm"], checkpoints=(60,), processes=1)
+    """All of 3 seeds get there; the benchmark has the table of 50."""
+    (warm,) = compare(swept, 3, ["this tuner, warm"], checkpoints=(60,), processes=1)
     assert warm.close == (1.0,)

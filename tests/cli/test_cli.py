@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -285,12 +286,13 @@ def test_corrupt_entry_of_the_cubin_cache_is_mended_silently(
 @pytest.mark.slow
 def test_killed_run_resumes_without_losing_or_repeating_a_trial(tmp_path: Path) -> None:
     out = tmp_path / "gb200"
-    line = command("--gpu", "gb200", "--shapes", "4096x2048:bf16", "--trials", "30", "--json")
-    document = kill_and_resume([*line, "--out", str(out)], out, 30)
-    assert document["shapes"][0]["trials"] == 30
+    line = command("--gpu", "gb200", "--shapes", "512x256:bf16", "--trials", "16", "--json")
+    line += ["--fallbacks", "none", "--out", str(out)]
+    document = kill_and_resume(line, out, 16)
+    assert document["shapes"][0]["trials"] == 16
     (tuned,) = Table.load(out / PACKAGE_NAME).tuned
-    assert (tuned.M, tuned.N) == (4096, 2048)
-    assert tuned.provenance["trials"] == 30
+    assert (tuned.M, tuned.N) == (512, 256)
+    assert tuned.provenance["trials"] == 16
 
 
 # ---- Bad input -----------------------------------------------------------------------------------
@@ -475,7 +477,7 @@ def test_interrupt_while_workers_end_costs_no_results(
             raise KeyboardInterrupt
 
     def predicting(plan: Plan, workers: object, status: Status) -> Outcome:
-        return run.tune(plan, None, status)
+        return run.tune(replace(plan, devices=(), fallbacks="common"), None, status)
 
     chosen = (GB200, Workers(), "Measuring.")
     monkeypatch.setattr(cli_tune, "choose_target", lambda *arguments: chosen)

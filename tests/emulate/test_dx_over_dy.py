@@ -17,11 +17,18 @@ from generator.operations.rmsnorm_backward import Inputs
 from generator.problem import Problem
 from generator.target import Target
 from tests.support.emulator import cancelling_inputs
-from tests.support.samples import REDUCTION, plain_variant, sample_variant
+from tests.support.samples import REDUCTION, in_turn, plain_variant, sample_variant
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
 
-STAGED = [(p, reload) for p in ("async", "bulk") for reload in ("none", "smem")]
+Knobs = dict[str, int | str]
+
+STAGED: list[Knobs] = [
+    {"pipeline": pipeline, "reload": reload}
+    for pipeline in ("async", "bulk")
+    for reload in ("none", "smem")
+]
+DIRECT: Knobs = {"pipeline": "direct", "reload": "none"}
 STAGES: dict[str, int | str] = {"stages": 2}
 SCHEDULES = 9
 FOUND = r"reads dy\[\d+, \d+\], over which dx has been written"
@@ -56,45 +63,41 @@ def check(variant: Variant, problem: Problem, pad: int = 0) -> None:
         assert torch.equal(dw, apart.results["dw"][0])
 
 
-@pytest.mark.sampled(8)
-@pytest.mark.parametrize("reduction", REDUCTION)
-@pytest.mark.parametrize(("pipeline", "reload"), [*STAGED, ("direct", "none")])
+@pytest.mark.parametrize(("reduction", "rows"), in_turn([*REDUCTION], inner=[*STAGED, DIRECT]))
 def test_dx_over_dy_has_the_bits_of_a_dx_of_its_own(
-    reduction: str, pipeline: str, reload: str, target: Target
+    reduction: str, rows: Knobs, target: Target
 ) -> None:
     """This says of direct loads what the source does. It cannot say what the assembler may do."""
     problem = Problem.parse("400x1024:bf16")
-    knobs = {**REDUCTION[reduction], "pipeline": pipeline, "reload": reload, "cluster": 1}
+    knobs = {**REDUCTION[reduction], **rows, "cluster": 1}
     check(sample_variant(problem, target, len(reduction), **knobs), problem)
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("shape", ["90x4096:bf16", "90x2048:fp32", "90x4096:fp16:fp32"])
-@pytest.mark.parametrize(("pipeline", "reload"), STAGED)
-def test_rows_that_a_cluster_shares(shape: str, pipeline: str, reload: str, target: Target) -> None:
+WIDE = ["90x4096:bf16", "90x2048:fp32", "90x4096:fp16:fp32"]
+
+
+@pytest.mark.parametrize(("rows", "shape"), in_turn(STAGED, inner=WIDE))
+def test_rows_that_a_cluster_shares(shape: str, rows: Knobs, target: Target) -> None:
     problem = Problem.parse(shape)
-    knobs = {"strategy": "column_slices", "pipeline": pipeline, "reload": reload, "cluster": 2}
+    knobs = {"strategy": "column_slices", **rows, "cluster": 2}
     check(sample_variant(problem, target, 1, **knobs), problem)
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("shape", ["300x256:bf16", "90x1024:bf16+residual", "90x1024:bf16+offset"])
-@pytest.mark.parametrize(("pipeline", "reload"), STAGED)
+OTHERS = ["300x256:bf16", "90x1024:bf16+residual", "90x1024:bf16+offset"]
+
+
+@pytest.mark.parametrize(("rows", "shape"), in_turn(STAGED, inner=OTHERS))
 def test_short_rows_options_of_a_kernel_and_rows_with_gaps(
-    shape: str, pipeline: str, reload: str, target: Target
+    shape: str, rows: Knobs, target: Target
 ) -> None:
     problem = Problem.parse(shape)
-    knobs = {"strategy": "separate", "pipeline": pipeline, "reload": reload}
-    check(sample_variant(problem, target, 2, **knobs), problem, pad=64)
+    check(sample_variant(problem, target, 2, strategy="separate", **rows), problem, pad=64)
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("strategy", ["column_slices", "separate"])
-@pytest.mark.parametrize(("pipeline", "reload"), STAGED)
-def test_batch_invariant_kernels(strategy: str, pipeline: str, reload: str, target: Target) -> None:
+@pytest.mark.parametrize(("rows", "strategy"), in_turn(STAGED, inner=["column_slices", "separate"]))
+def test_batch_invariant_kernels(strategy: str, rows: Knobs, target: Target) -> None:
     problem = Problem.parse("4500x256:bf16", "rmsnorm_invariant_backward")
-    knobs = {"strategy": strategy, "pipeline": pipeline, "reload": reload}
-    check(sample_variant(problem, target, 3, **knobs), problem)
+    check(sample_variant(problem, target, 3, strategy=strategy, **rows), problem)
 
 
 READ = "    pipeline.advance();\n"

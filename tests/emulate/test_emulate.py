@@ -23,7 +23,6 @@ from generator.emulate.check import (
     small_launch,
 )
 from generator.emulate.run import CallOptions, Layout
-from generator.errors import NormforgeError
 from generator.kernels.render import render
 from generator.kernels.variant import Variant, make_variant
 from generator.operations.rmsnorm_backward import make_cancelling, make_inputs
@@ -33,7 +32,13 @@ from generator.problem import Problem
 from generator.target import Target, find_target
 from tests.support.emulator import WITHOUT_DW, WITHOUT_DX
 from tests.support.patience import patience
-from tests.support.samples import DETERMINISTIC, REDUCTION, plain_variant, sample_variant
+from tests.support.samples import (
+    DETERMINISTIC,
+    REDUCTION,
+    drawn_variant,
+    plain_variant,
+    sample_variant,
+)
 
 SEED = int(os.environ.get("NORMFORGE_EMULATE_SEED", "2026"))
 """The seed of the sampled variants; every test id shows it."""
@@ -173,8 +178,8 @@ SHORT_TEAMS = {"threads_per_row": 8, "rows_per_cta": 8}
     [
         *(("43x1024:bf16", SINGLE, pipeline) for pipeline in ("direct", "async", "bulk")),
         *(("43x1024:bf16", TEAMS, pipeline) for pipeline in ("direct", "async", "bulk")),
-        *(("43x4096:bf16", PAIRS, pipeline) for pipeline in ("direct", "async", "bulk")),
-        *(("13x8192:bf16", CLUSTERS, pipeline) for pipeline in ("async", "bulk")),
+        *(("43x4096:bf16", PAIRS, pipeline) for pipeline in ("direct", "bulk")),
+        ("13x8192:bf16", CLUSTERS, "async"),
         *(("203x64:bf16", SHORT_TEAMS, pipeline) for pipeline in ("direct", "async")),
         *(("1x1024:bf16", TEAMS, pipeline) for pipeline in ("async", "bulk")),
     ],
@@ -240,26 +245,19 @@ def sampled(index: int) -> tuple[Problem, Variant, Layout]:
     reduction = list(REDUCTION.values())[index % len(REDUCTION)]
     problem = Problem.parse(SHAPES[index % len(SHAPES)])
     gpu = find_target(rng.choice(("h200", "gb200", "a100")))
-    call_options: list[dict[str, int | str]] = [
-        {"pipeline": ("bulk", "direct", "async")[index % 3]},
-        {"cluster": rng.choice((1, 2, 4, 8))},
-        {"reload": rng.choice(("smem", "none"))},
-        {"rows_in_flight": rng.choice((1, 2))},
+    knobs: dict[str, int | str] = {
+        "pipeline": ("bulk", "direct", "async")[index % 3],
+        "cluster": rng.choice((1, 2, 4, 8)),
+        "reload": rng.choice(("smem", "none")),
+        "rows_in_flight": rng.choice((1, 2)),
+    }
+    tries = [
+        (where, {**reduction, **dict(list(knobs.items())[:count])})
+        for count in range(len(knobs), -1, -1)
+        for where in (gpu, find_target("h200"))
     ]
-    variant = None
-    for count in range(len(call_options), -1, -1):
-        fixed = {name: value for option in call_options[:count] for name, value in option.items()}
-        for where in (gpu, find_target("h200")):
-            try:
-                variant = sample_variant(
-                    problem, where, rng.randrange(1 << 32), **reduction, **fixed
-                )
-                break
-            except NormforgeError:
-                continue
-        if variant is not None:
-            break
-    assert variant is not None
+    drawn = (drawn_variant(problem, at, rng.randrange(1 << 32), **fixed) for at, fixed in tries)
+    variant = next(filter(None, drawn))
     layout = Layout()
     if rng.random() < 0.5:  # strides and bases are multiples of the vector, and no more
         unit = max(1, variant["vector_bytes"] // problem.itemsize)
@@ -269,7 +267,7 @@ def sampled(index: int) -> tuple[Problem, Variant, Layout]:
 
 
 @pytest.mark.sampled(7)
-@pytest.mark.parametrize("index", range(51), ids=lambda index: f"seed{SEED}-{index}")
+@pytest.mark.parametrize("index", range(38), ids=lambda index: f"seed{SEED}-{index}")
 def test_sampled_variant_is_right_under_every_schedule(index: int) -> None:
     problem, variant, layout = sampled(index)
     check = check_variant(variant, problem, schedules=6, seed=index, layout=layout)
@@ -281,7 +279,7 @@ def test_sampled_variant_is_right_under_every_schedule(index: int) -> None:
 
 @pytest.mark.slow
 def test_the_samples_cover_the_space() -> None:
-    variants = [sampled(index)[1] for index in range(51)]
+    variants = [sampled(index)[1] for index in range(38)]
     assert {v["strategy"] for v in variants} == {v["strategy"] for v in REDUCTION.values()}
     assert {v.dtype for v in variants} == {"bf16", "fp16", "fp32"}
     assert {v["pipeline"] for v in variants} == {"bulk", "direct", "async"}
@@ -344,15 +342,13 @@ def test_fallback_variant_serves_rows_of_its_bracket(shape: str, target: Target)
 
 
 LONG_ROWS = (
-    "21x20480:bf16",
-    "21x16392:bf16:fp32",
-    "9x24576:fp16",
-    "9x24580:fp32",
-    "9x40008:bf16",
-    "5x57352:fp16:fp32",
-    "5x65536:fp32",
+    "9x20480:bf16",
+    "3x16392:bf16:fp32",
+    "3x24580:fp32",
+    "3x40008:bf16",
+    "2x65536:fp16:fp32",
     "1x16392:bf16",
-    "170x16392:bf16",
+    "70x16392:bf16",
 )
 
 
@@ -365,7 +361,7 @@ def test_fallback_variants_share_long_rows_in_clusters(shape: str, target: Targe
     assert found
     for variant in found.values():
         assert variant["cluster"] > 1
-        check = check_rows(variant, render(variant), problem, schedules=3)
+        check = check_rows(variant, render(variant), problem, schedules=2)
         assert check.problems == ()
         assert check.distinct_results == 1
 

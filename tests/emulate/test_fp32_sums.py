@@ -14,7 +14,7 @@ from generator.kernels.render import render
 from generator.kernels.variant import Variant
 from generator.problem import Problem
 from generator.target import Target
-from tests.support.samples import DETERMINISTIC, REDUCTION, plain_variant
+from tests.support.samples import DETERMINISTIC, REDUCTION, in_turn, plain_variant
 
 SCALAR = {"threads_per_row": 32, "rows_per_cta": 8}
 PART_OF_A_WARP = {"threads_per_row": 8}
@@ -52,12 +52,9 @@ def in_a_row(source: str) -> str:
 @pytest.mark.parametrize(
     ("shape", "knobs"),
     [
-        ("4801x128:fp32", {"threads_per_row": 32}),
         ("4801x128:fp32", BULK),
         ("4801x128:fp32", {"threads_per_row": 32, "rows_in_flight": 4}),
         ("4801x256:bf16:fp32", {"threads_per_row": 32}),
-        ("4801x256:bf16", {"threads_per_row": 32}),
-        ("4801x256:fp16", BULK),
         ("1201x4096:bf16", {**CLUSTER, "pipeline": "bulk", "stages": 2}),
         ("4801x77:fp32", SCALAR),
         ("19201x64:fp32", PART_OF_A_WARP),
@@ -81,8 +78,10 @@ def test_many_rows_of_a_team_cost_little(
 
 @pytest.mark.sampled(3)
 @pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize("reduction", DETERMINISTIC)
-@pytest.mark.parametrize("shape", ["701x256:fp32", "701x250:bf16:fp32", "701x256:bf16"])
+@pytest.mark.parametrize(
+    ("reduction", "shape"),
+    in_turn(DETERMINISTIC, inner=["701x256:fp32", "701x250:bf16:fp32", "701x256:bf16"]),
+)
 def test_blocks_lose_nothing(reduction: str, shape: str, target: Target) -> None:
     """Closed blocks, one under way, and teams that have none."""
     variant = plain_variant(shape, target, **REDUCTION[reduction], **SCALAR)
@@ -92,8 +91,10 @@ def test_blocks_lose_nothing(reduction: str, shape: str, target: Target) -> None
 
 @pytest.mark.sampled(1)
 @pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize("reduction", ["separate", "column_slices", "mailbox"])
-@pytest.mark.parametrize("pipeline", ["direct", "async", "bulk"])
+@pytest.mark.parametrize(
+    ("reduction", "pipeline"),
+    [("separate", "direct"), ("column_slices", "async"), ("mailbox", "bulk")],
+)
 def test_blocks_of_clusters_lose_nothing(reduction: str, pipeline: str, target: Target) -> None:
     """They end while the sums of the next rows travel; batches of four rows, blocks of four
     batches, five clusters."""

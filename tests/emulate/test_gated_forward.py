@@ -21,7 +21,7 @@ from generator.target import Target
 from normforge import operations as library
 from normforge.operations.gated_rmsnorm_backward import gated_rmsnorm
 from tests.support.emulator import run_to_one_result
-from tests.support.samples import plain_variant
+from tests.support.samples import in_turn, plain_variant
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
 
@@ -40,9 +40,10 @@ def small(problem: Problem, target: Target, **knobs: int | str) -> Variant:
     return plain_variant(replace(problem, M=4096), target, strategy="none", **knobs)
 
 
-@pytest.mark.parametrize("pipeline", PIPELINES)
-@pytest.mark.parametrize("shape", ["42x1024:bf16", "33x1024:fp16:fp32", "21x512:fp32+offset"])
-@of_name
+@pytest.mark.parametrize(
+    ("name", "pipeline", "shape"),
+    in_turn(NAMES, [*PIPELINES], inner=["42x1024:bf16", "33x1024:fp16:fp32", "21x512:fp32+offset"]),
+)
 def test_every_schedule_gives_one_set_of_right_bits(
     name: str, shape: str, pipeline: str, target: Target
 ) -> None:

@@ -20,7 +20,7 @@ from generator.target import Target
 from normforge import operations as library
 from normforge.launch.kernel_arguments import DW_ADDED, DW_IN_FP32
 from tests.support.emulator import run_to_one_result, small_variant
-from tests.support.samples import DETERMINISTIC, plain_variant
+from tests.support.samples import DETERMINISTIC, in_turn, plain_variant
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
 
@@ -35,9 +35,9 @@ SEED = 2026
 
 
 @pytest.mark.sampled(16)
-@pytest.mark.parametrize("pipeline", PIPELINES)
-@pytest.mark.parametrize("reduction", DETERMINISTIC)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "reduction", "pipeline"), in_turn(NAMES, DETERMINISTIC, inner=[*PIPELINES])
+)
 def test_deterministic_reduction_gives_one_set_of_right_bits(
     name: str, reduction: str, pipeline: str, target: Target
 ) -> None:

@@ -381,8 +381,9 @@ def test_unmutated_kernel_passes_the_same_schedules(name: str, target: Target) -
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("arrival", ["late", "early"])
-@pytest.mark.parametrize("shape", ["43x1024:bf16", "43x1001:bf16"])
+@pytest.mark.parametrize(
+    ("shape", "arrival"), [("43x1024:bf16", "early"), ("43x1001:bf16", "late")]
+)
 def test_no_word_is_taken_for_arrived_by_the_ledger(
     shape: str, arrival: str, target: Target
 ) -> None:
@@ -414,8 +415,10 @@ def test_words_behind_a_release_and_an_acquire_have_arrived(target: Target) -> N
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("reduction", ["mailbox", "column_slices"])
-@pytest.mark.parametrize("shape", ["43x1024:bf16", "43x1001:bf16", "86x512:bf16"])
+@pytest.mark.parametrize(
+    ("reduction", "shape"),
+    [("mailbox", "43x1024:bf16"), ("column_slices", "43x1001:bf16"), ("mailbox", "86x512:bf16")],
+)
 def test_any_number_of_resident_ctas_is_enough(reduction: str, shape: str, target: Target) -> None:
     """One, two, three, four or all five CTAs at once: with fewer, slices are handed over, with more
     than five slices and with fewer; always with the same bits."""

@@ -200,8 +200,8 @@ PLANTED = {
         "separate",
         "    allow_dependents();\n",
         "    for (volatile int i = 0; i == 0;) {\n    }\n",
-        r"no end within 2 s",
-        deadline=2.0,
+        r"no end within 1 s",
+        deadline=1.0,
     ),
     # Rows of less than a warp.
     "sum of all rows of a warp": Mutation(

@@ -24,7 +24,6 @@ from generator.space.load import load_space, space_file
 from generator.studies.records import Record, Winner
 from generator.studies.study_log import StudyLog
 from tests.support.fake_gpu import FakeGpu, ForwardLandscape, Log, Weather
-from tests.support.fake_run import forks
 from tests.support.forward import H200, InstantPool
 
 PROBLEM = Problem.parse("rmsnorm_forward:4096x1024:bf16")
@@ -57,7 +56,6 @@ def landscape(
 
 @contextmanager
 def evaluator(gpu: FakeGpu, seconds: float = 20.0) -> Iterator[MeasuredEvaluator]:
-    forks()
     supervisor = Supervisor(
         0, seconds, open_handler=gpu, method="forkserver", sleep=lambda seconds: None
     )

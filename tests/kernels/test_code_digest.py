@@ -134,6 +134,7 @@ class Rewritten(FakePool):
         return super()._compile(variant)
 
 
+@pytest.mark.usefixtures("quick_proposals")
 def test_other_code_with_the_same_machine_code_is_not_measured_again() -> None:
     storage = InMemoryStorage()
     _, winner = search(FakePool(), storage)
@@ -143,6 +144,7 @@ def test_other_code_with_the_same_machine_code_is_not_measured_again() -> None:
     assert evaluator.finalists == []
 
 
+@pytest.mark.usefixtures("quick_proposals")
 def test_only_what_became_other_machine_code_is_measured_again() -> None:
     storage = InMemoryStorage()
     search(FakePool(), storage)
@@ -160,25 +162,22 @@ def test_only_what_became_other_machine_code_is_measured_again() -> None:
     assert evaluator.finalists == []
 
 
-@pytest.fixture(scope="module")
-def committed() -> list[dict[str, Any]]:
-    """The records of the journal that the repository keeps."""
+def committed(kind: int, step: int = 1) -> list[dict[str, Any]]:
+    """Every `step`th record of one kind of the journal that the repository keeps."""
     with lzma.open(GENERATED / "h200" / "studies.journal.xz", "rt") as file:
-        return [json.loads(line) for line in file]
+        lines = [line for line in file if f'"op_code":{kind},' in line]
+    return [json.loads(line) for line in lines[::step]]
 
 
-def test_committed_studies_are_of_todays_code(
-    committed: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every hundredth trial and every winner is checked: a change that this test does not pass
-    measures 300 shapes again."""
+def test_committed_studies_are_of_todays_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every hundredth trial is checked: a change that this test does not pass measures 300 shapes
+    again."""
     monkeypatch.setattr(module, "nvrtc_version", lambda: "13.0")  # this version measured them
     monkeypatch.setattr(module, "_digests", {})
     neutral = {name: facts.neutral for name, facts in KNOBS.items() if facts.neutral is not None}
-    names = [entry["study_name"] for entry in committed if entry["op_code"] == 0]
-    trials = [entry for entry in committed if entry["op_code"] == 4]
+    names = [entry["study_name"] for entry in committed(0)]
     assert len(names) == 308 and sum(name.startswith("layernorm") for name in names) == 47
-    for entry in trials[::100]:
+    for entry in committed(4, step=100):
         choices = {k: json.loads(d)["attributes"] for k, d in entry["distributions"].items()}
         known = {k: choices[k]["choices"][int(i)] for k, i in entry["params"].items()}
         config = {**neutral, **known}  # with the knobs that came later

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing import active_children, get_context
 from multiprocessing.context import SpawnProcess
+from operator import mul
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -78,7 +79,7 @@ def without_builtins(variant: Variant, arch: str, cache: Path) -> Compiled:
 def test_a_compiler_that_does_not_work_is_no_fault_of_a_variant(tmp_path: Path) -> None:
     """A study would otherwise keep every config as one that does not compile."""
     (variant, other) = variants()
-    with CompilePool("sm_90a", 1, tmp_path, compile=without_builtins) as pool:
+    with CompilePool("sm_90a", 1, tmp_path, compile=without_builtins, method="fork") as pool:
         with pytest.raises(CompilerError, match="not whole"):
             pool.result(variant, pool.submit(variant))
         with pytest.raises(CompilerError, match="not whole"):
@@ -255,19 +256,15 @@ def answered(compiled: Compiled) -> Future[Compiled]:
     return future
 
 
-def large_result(number: int) -> bytes:
-    """Larger than a pipe, like a kernel."""
-    return bytes([number]) * 1_000_000
-
-
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_ended_pool_leaves_no_thread_that_waits_for_the_rest_of_a_result(method: str) -> None:
     """Python would wait for such a thread when it exits, for ever."""
     for _ in range(3):
         pool = ProcessPoolExecutor(2, get_context(method))
-        jobs = [pool.submit(large_result, number) for number in range(30)]
+        # Results larger than a pipe, like a kernel's, by a function that takes no import.
+        jobs = [pool.submit(mul, bytes([number]), 1_000_000) for number in range(30)]
         manager = pool._executor_manager_thread
-        assert jobs[0].result() == large_result(0)
+        assert jobs[0].result() == bytes(1_000_000)
         end_pool(pool)
         assert manager is not None
         manager.join(patience(10))

@@ -40,6 +40,7 @@ from tests.support.samples import (
     REDUCTION,
     SPACE,
     cases,
+    in_turn,
     opcodes,
     plain_variant,
     sm_of,
@@ -184,27 +185,27 @@ REDUCTIONS = [
 
 
 @pytest.mark.sampled(8)
-@pytest.mark.parametrize(("operation", "reduction"), REDUCTIONS)
-@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize(("kind", "gpu", "dtype"), in_turn(REDUCTIONS, GPUS, inner=DTYPES))
 def test_every_strategy_compiles_without_spills_in_every_dtype(
-    operation: str, gpu: str, reduction: str
+    kind: tuple[str, str], gpu: str, dtype: str
 ) -> None:
+    """Each in each dtype on one of the GPUs: what a dtype changes is the same code for all."""
     target = find_target(gpu)
     assert target.arch == ARCHS[gpu]
-    for dtype in DTYPES:
-        problem = Problem.parse(f"4096x1024:{dtype}", operation)
-        if gpu == "a100" and BY_TEMPLATE[reduction].bulk_adds:
-            # The instructions do not exist there, and the rule says so.
-            config = SPACE.normalize(
-                {**plain_variant(problem, target).config, **REDUCTION[reduction]}, problem, target
-            )
-            rejection = SPACE.reject(config, problem, target)
-            assert rejection is not None
-            assert rejection.rule == "bulk_instructions"
-            assert "need sm_90, which a100 does not have" in rejection.sentence
-            continue
-        v = plain_variant(problem, target, **REDUCTION[reduction])
-        check_compiled(v, compile_source(render(v), target.arch), target)
+    operation, reduction = kind
+    problem = Problem.parse(f"4096x1024:{dtype}", operation)
+    if gpu == "a100" and BY_TEMPLATE[reduction].bulk_adds:
+        # The instructions do not exist there, and the rule says so.
+        config = SPACE.normalize(
+            {**plain_variant(problem, target).config, **REDUCTION[reduction]}, problem, target
+        )
+        rejection = SPACE.reject(config, problem, target)
+        assert rejection is not None
+        assert rejection.rule == "bulk_instructions"
+        assert "need sm_90, which a100 does not have" in rejection.sentence
+        return
+    v = plain_variant(problem, target, **REDUCTION[reduction])
+    check_compiled(v, compile_source(render(v), target.arch), target)
 
 
 @pytest.mark.parametrize("gpu", GPUS)

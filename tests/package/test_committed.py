@@ -22,11 +22,11 @@ from generator.problem import Problem
 from generator.space.forward_space import fallback_forwards, tile_forwards
 from generator.space.legal_configs import LegalConfigs
 from generator.space.load import load_space, space_file
-from generator.studies.reader import read_studies
 from generator.studies.records import study_name, without_space
 from generator.studies.storage import JOURNAL_NAME
 from generator.target import find_target
 from normforge.table import FORWARD_TABLE, TABLE, ForwardTable, KernelOf, Table, seal
+from tests.support.committed import committed_studies
 from tests.support.packages import archived_cubins, snapshot, unsealed
 
 PACKAGES = sorted(table.parent for table in GENERATED.glob(f"*/*/{TABLE}"))
@@ -151,7 +151,7 @@ def test_committed_predictions_are_those_of_todays_model_and_of_the_committed_st
     folder, target = GENERATED / "gb200", find_target("gb200")
     advice = "predict anew, as docs/prediction.md says under 'When the model changes'"
     assert (folder / f"{JOURNAL_NAME}.xz").stat().st_size < 1_000_000
-    studies = {without_space(study.name): study for study in read_studies(folder)}
+    studies = {without_space(study.name): study for study in committed_studies("gb200")}
     for one in Table.load(folder / operation).tuned:
         assert one.evidence == "predicted"
         name = study_name(problem_of(one), target, "predicted")

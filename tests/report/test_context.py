@@ -14,7 +14,7 @@ import pytest
 
 import tune
 from generator.disk import read_json
-from generator.paths import GENERATED, REPOSITORY
+from generator.paths import REPOSITORY
 from generator.report.collect import summaries
 from generator.report.page import render_page
 from generator.report.peers import TITLES, Comparison
@@ -23,8 +23,8 @@ from generator.search.budget import Budget
 from generator.search.search import search_problem
 from generator.space.legal_configs import LegalConfigs
 from generator.space.load import load_space, space_file
-from generator.studies.reader import read_studies
 from generator.studies.storage import JOURNAL_NAME, open_storage
+from tests.support.committed import committed_studies
 from tests.support.synthetic import PROBLEM, TARGET, FakeEvaluator, FakePool
 
 
@@ -122,7 +122,7 @@ def test_the_commands_of_a_page_find_its_studies(
 @pytest.mark.slow
 def test_the_page_of_an_operation_has_its_own_shapes_and_peers(tmp_path: Path) -> None:
     """The committed studies give a few for each operation."""
-    every = read_studies(GENERATED / "h200")
+    every = committed_studies("h200")
     of = ("rmsnorm_backward", "layernorm_backward", "rmsnorm_invariant_backward")
     found = {name: summaries(every, "x", name, context=True)[0] for name in of}
     layer_norm, invariant = found[of[1]], found[of[2]]

@@ -13,10 +13,10 @@ import pytest
 
 import tune
 from generator.kernels.strategies import is_deterministic
-from generator.paths import GENERATED
 from generator.report.other_tuners import INVALIDITY, OBJECTIVE, kernel_tuner, t4
 from generator.result import OUTCOMES
-from generator.studies.reader import Study, read_studies
+from generator.studies.reader import Study
+from tests.support.committed import committed_studies
 
 SHAPE = "4096x4096:bf16"
 ERRORS = {"InvalidConfig", "CompilationFailedConfig", "RuntimeFailedConfig"}
@@ -24,8 +24,7 @@ ERRORS = {"InvalidConfig", "CompilationFailedConfig", "RuntimeFailedConfig"}
 
 @pytest.fixture(scope="module", params=["h100", "gb200"])
 def study(request: pytest.FixtureRequest) -> Study:
-    studies = read_studies(GENERATED / request.param)
-    return next(study for study in studies if str(study.problem) == SHAPE)
+    return next(s for s in committed_studies(request.param) if str(s.problem) == SHAPE)
 
 
 def test_every_outcome_has_a_name_in_t4() -> None:

@@ -44,6 +44,7 @@ from generator.space.load import load_space
 from generator.studies.reader import Study, describe_location, read_studies
 from generator.studies.storage import JOURNAL_NAME, open_storage
 from generator.studies.study_log import StudyLog
+from tests.support.committed import committed_studies
 from tests.support.patience import patience
 from tests.support.searches import quick_proposals
 from tests.support.synthetic import TARGET, FakeEvaluator, FakePool, cost
@@ -91,11 +92,10 @@ def summary(studies: list[Study]) -> Summary:
 def committed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of the committed studies. Every knob is as important in each: to compute how much
     takes long, and the page is as large."""
-    every = read_studies(ROOT / "generated" / "h200")
     shares = dict.fromkeys(KNOBS, 1 / len(KNOBS))
     studies = [
         replace(study, importance=shares)
-        for study in every
+        for study in committed_studies("h200")
         if study.problem.operation == "rmsnorm_backward"
     ]
     [summary] = summaries(studies, "generated/h200/studies.journal.xz")

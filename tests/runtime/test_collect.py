@@ -29,6 +29,7 @@ from normforge.serve import collect, server
 from normforge.serve.collect import Called, Recorder, collecting
 from normforge.serve.rows import RowServer
 from tests.support.entry_points import leaf, routing_on_cpu, write_layer_norm_package
+from tests.support.fresh import run_fresh
 from tests.support.native import by_autograd, by_backward, in_threads, inputs, learned, rows
 from tests.support.patience import patience
 
@@ -245,21 +246,36 @@ import os, sys, time, torch
 from tests.support.entry_points import leaf, write_package
 from pathlib import Path
 {before}
-package = write_package(Path(sys.argv[1]))
-for _ in range(int(sys.argv[2])):
+package = write_package(Path({folder!r}))
+for _ in range({calls}):
     package.rms_norm(leaf(6, 16), leaf(16)).sum().backward()
 {after}
 """
 
 
-def program(folder: Path, calls: int, before: str = "", after: str = "") -> list[str]:
-    text = PROGRAM.format(before=before, after=after)
-    return [sys.executable, "-c", text, str(folder / f"package{calls}"), str(calls)]
+def program(folder: Path, calls: int, before: str = "", after: str = "") -> str:
+    folder = folder / f"package{calls}"
+    return PROGRAM.format(folder=str(folder), calls=calls, before=before, after=after)
+
+
+def run_side_by_side(programs: list[str], before: str = "import os", **environment: str) -> None:
+    """Run programs in processes of their own, at the same time. before: what is there already."""
+    text = (
+        f"import os; {before}\n"
+        "children = []\n"
+        f"for program in {programs!r}:\n"
+        "    children.append(os.fork())\n"
+        "    if not children[-1]:\n"
+        "        exec(program)\n"
+        "        raise SystemExit\n"
+        "assert [os.waitpid(child, 0)[1] for child in children] == [0] * len(children)"
+    )
+    done = run_fresh(text, REPOSITORY, **environment)
+    assert done.returncode == 0, done.stderr
 
 
 def environment(folder: Path) -> dict[str, str]:
-    variables = {"NORMFORGE_COLLECT": str(folder / "shapes.yaml")}
-    return {**os.environ, **variables, "OMP_NUM_THREADS": "1"}
+    return {"NORMFORGE_COLLECT": str(folder / "shapes.yaml"), "OMP_NUM_THREADS": "1"}
 
 
 def count_in(path: Path) -> int:
@@ -282,18 +298,12 @@ def test_ranks_add_to_one_file_and_forks_count_for_themselves(tmp_path: Path) ->
         "    more(), sys.exit()\n"
         "assert os.waitpid(child, 0)[1] == 0"
     )
-    ranks = [
-        subprocess.Popen(
-            program(tmp_path, calls, after=fork), env=environment(tmp_path), cwd=REPOSITORY
-        )
-        for calls in (1, 10, 100, 50)
-    ]
-    for rank in ranks:
-        assert rank.wait(patience(120)) == 0
+    ranks = [program(tmp_path, calls, after=fork) for calls in (1, 10)]
+    run_side_by_side(ranks, **environment(tmp_path))
     found = collected.read((tmp_path / "shapes.yaml").read_text())
     assert found == {
-        ("rmsnorm_backward", "6x16:fp32"): 1 + 10 + 100 + 50 + 4,
-        ("rmsnorm_backward", "7x16:fp32"): 8,
+        ("rmsnorm_backward", "6x16:fp32"): 1 + 10 + 2,
+        ("rmsnorm_backward", "7x16:fp32"): 4,
     }
     assert sorted(path.name for path in tmp_path.glob(".*")) == [".shapes.yaml.lock"]
 
@@ -303,15 +313,16 @@ def test_a_fork_counts_also_what_is_counted_elsewhere(
     tmp_path: Path, cuda: bool, of_child: int
 ) -> None:
     """`use_native()` counts elsewhere. Where CUDA was in use, a fork has none, and asks nobody."""
+    path = tmp_path / "shapes.yaml"
     text = (
-        "import os, sys, torch, normforge\n"
+        "import os, torch, normforge\n"
         "from normforge.serve.collect import Called, count_also\n"
         "calls = 0\n"
         "def totals():\n"
         "    yield Called('rmsnorm_backward', 8, 16, 'bf16', 'bf16'), calls\n"
         "count_also(totals)\n"
         f"torch.cuda.is_initialized = lambda: {cuda}\n"
-        "normforge.collect(sys.argv[1])\n"
+        f"normforge.collect({str(path)!r})\n"
         "calls = 100\n"
         "child = os.fork()\n"
         "if child == 0:\n"
@@ -320,8 +331,7 @@ def test_a_fork_counts_also_what_is_counted_elsewhere(
         "    os._exit(0)\n"
         "os.waitpid(child, 0)"
     )
-    path = tmp_path / "shapes.yaml"
-    subprocess.run([sys.executable, "-c", text, str(path)], cwd=REPOSITORY, check=True)
+    run_side_by_side([text])
     assert count_in(path) == 100 + of_child
 
 
@@ -356,27 +366,23 @@ def test_a_call_counts_by_the_recorder_that_it_found(
 
 
 def test_many_writers_lose_nothing(tmp_path: Path) -> None:
-    text = (
-        "import sys; from pathlib import Path; from normforge.collected import add_to_file\n"
-        "for _ in range(50):\n"
-        "    add_to_file(Path(sys.argv[1]), {('rmsnorm_backward', sys.argv[2]): 2}, 60)"
-    )
-    shapes = ["64x64:bf16", "64x64:bf16", "32x64:bf16", "16x64:bf16"]
     path = tmp_path / "shapes.yaml"
     writers = [
-        subprocess.Popen([sys.executable, "-c", text, str(path), shape], cwd=REPOSITORY)
-        for shape in shapes
+        "for _ in range(50):\n"
+        f"    add_to_file(Path({str(path)!r}), {{('rmsnorm_backward', {shape!r}): 2}}, 60)"
+        for shape in ("64x64:bf16", "64x64:bf16", "32x64:bf16", "16x64:bf16")
     ]
-    for writer in writers:
-        assert writer.wait(patience(120)) == 0
+    known = "from pathlib import Path; from normforge.collected import add_to_file"
+    run_side_by_side(writers, before=known)
     assert list(collected.read(path.read_text()).values()) == [200, 100, 100]
 
 
 def test_a_fork_does_not_keep_the_lock_of_a_file_that_was_being_written(tmp_path: Path) -> None:
+    path = tmp_path / "shapes.yaml"
     text = (
-        "import os, signal, sys, time; from pathlib import Path\n"
+        "import os, signal, time; from pathlib import Path\n"
         "from normforge.collected import _locked, add_to_file\n"
-        "path = Path(sys.argv[1])\n"
+        f"path = Path({str(path)!r})\n"
         "with _locked(path.with_name('.shapes.yaml.lock'), 1):\n"
         "    child = os.fork()\n"
         "    if child == 0:\n"
@@ -386,8 +392,7 @@ def test_a_fork_does_not_keep_the_lock_of_a_file_that_was_being_written(tmp_path
         "finally:\n"
         "    os.kill(child, signal.SIGKILL)"
     )
-    path = tmp_path / "shapes.yaml"
-    assert subprocess.run([sys.executable, "-c", text, str(path)], cwd=REPOSITORY).returncode == 0
+    run_side_by_side([text])
     assert count_in(path) == 1
 
 
@@ -410,7 +415,8 @@ def test_a_killed_process_has_written_what_it_counted_before(tmp_path: Path) -> 
     done = f"Path(r'{tmp_path / 'done'}').touch()\ntime.sleep(3600)"
     line = program(tmp_path, 5, before, done)
     path, until = tmp_path / "shapes.yaml", time.monotonic() + patience(120)
-    with subprocess.Popen(line, env=environment(tmp_path), cwd=REPOSITORY) as process:
+    settings = {**os.environ, **environment(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", line], env=settings, cwd=REPOSITORY) as process:
         while not ((tmp_path / "done").exists() and path.exists() and count_in(path) >= 1):
             assert process.poll() is None
             assert time.monotonic() < until

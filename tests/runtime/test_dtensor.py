@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from generator.paths import REPOSITORY
 from tests.support.fresh import run_fresh
-from tests.support.patience import patience
 
 PROGRAM = """
 import json, sys, traceback
@@ -38,7 +35,7 @@ def split(tensor):
 def everywhere(tensor):
     return DTensor.from_local(tensor, mesh, [Replicate()])
 
-for name, part in json.load(sys.stdin).items():
+for name, part in {parts!r}.items():
     try:
         exec(part, dict(globals()))
         wrong = ""
@@ -181,13 +178,9 @@ def wrong(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
     One process takes them all, because importing DTensor takes longer.
     """
-    program = PROGRAM.format(root=str(REPOSITORY), folder=str(tmp_path_factory.mktemp("dtensor")))
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program],
-        input=json.dumps(PARTS),
-        capture_output=True,
-        text=True,
-        timeout=patience(200),
+    folder = tmp_path_factory.mktemp("dtensor")
+    done = run_fresh(
+        PROGRAM.format(root=str(REPOSITORY), folder=str(folder), parts=PARTS), REPOSITORY
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(map(json.loads, done.stdout.splitlines()))

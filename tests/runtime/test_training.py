@@ -96,9 +96,8 @@ def noisy(name: str) -> Any:
     return backward
 
 
-@pytest.mark.parametrize("N", [64, 512])
 @pytest.mark.parametrize("options", [(0.0, ""), (1.0, "bf16"), (0.0, "fp32")], ids=str)
-@pytest.mark.parametrize("wide_weight", [False, True], ids=["", "fp32 weight"])
+@pytest.mark.parametrize(("wide_weight", "N"), [(False, 64), (True, 512)])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 def test_larger_errors_are_noticed(
     dtype: str, wide_weight: bool, options: tuple[float, str], N: int

@@ -17,7 +17,6 @@ from generator.kernels.geometry import Config
 from generator.kernels.resource_gate import refuse
 from generator.kernels.strategies import is_deterministic, launches
 from generator.kernels.variant import Variant, make_variant
-from generator.paths import GENERATED
 from generator.report.reason import passed_over, reason
 from generator.result import Result
 from generator.search import choose_winner, finals
@@ -34,9 +33,9 @@ from generator.search.choose_winner import (
 from generator.search.finals import ONE_LAUNCH_PLACES, hold_finals
 from generator.space.legal_configs import LegalConfigs
 from generator.space.load import load_space, load_space_once, space_file
-from generator.studies.reader import read_studies
 from generator.studies.records import INCUMBENT_STAYS, Record
 from generator.target import find_target
+from tests.support.committed import committed_studies
 from tests.support.synthetic import FLOOR_US, PROBLEM, TARGET, FakeEvaluator, FakePool, timed
 
 LEGAL = LegalConfigs(load_space(), PROBLEM, TARGET)
@@ -244,7 +243,7 @@ GPUS = [pytest.param("h200", marks=pytest.mark.slow), "h100", "gb200"]
 def test_committed_winners_stay_when_their_finals_are_asked_again(gpu: str) -> None:
     """They stay, as incumbents, also where today's rules would choose others among the same
     times."""
-    for study in read_studies(GENERATED / gpu):
+    for study in committed_studies(gpu):
         if study.winner is None:
             continue
         target = replace(find_target(gpu), sms=study.sms)
@@ -270,7 +269,7 @@ def test_committed_winners_are_what_the_rule_of_their_time_chose(
     """The incumbent of that time, which the reason tells, is the winner itself, or one that did not
     win. Where today's rule passes over a faster finalist, the reason as it is printed names it."""
     older = 0
-    for study in read_studies(GENERATED / gpu):
+    for study in committed_studies(gpu):
         winner, rank = study.winner, None
         if winner is None or study.evidence == "predicted":
             continue

@@ -59,8 +59,10 @@ def added_in(config: Config) -> set[tuple[str, int | str]]:
     return ADDED & set(complete(config).items())
 
 
-@pytest.mark.parametrize("evidence", ["measured", "predicted"])
-@pytest.mark.parametrize("where", ["journal", "sqlite", "memory"])
+@pytest.mark.parametrize(
+    ("evidence", "where"),
+    [("measured", "journal"), ("predicted", "sqlite"), ("measured", "memory")],
+)
 def test_a_space_that_grew_measures_nothing_again_and_tries_the_new_values_first(
     evidence: str, where: str, before: Space, tmp_path: Path
 ) -> None:

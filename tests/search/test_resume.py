@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import random
 import re
 import shutil
-import signal
-import subprocess
-import sys
-import time
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +14,7 @@ from optuna.storages import BaseStorage
 
 from generator.errors import NormforgeError
 from generator.kernels.knobs import KNOBS
-from generator.paths import GENERATED, REPOSITORY
+from generator.paths import GENERATED
 from generator.problem import Problem
 from generator.result import Result
 from generator.search.budget import Budget
@@ -31,9 +24,8 @@ from generator.space.legal_configs import LegalConfigs
 from generator.space.load import load_space, space_file
 from generator.space.space import Fixed
 from generator.studies.storage import JOURNAL_NAME, open_storage
-from generator.studies.study_log import StudyLog, stored_winners
+from generator.studies.study_log import StudyLog
 from generator.target import find_target
-from tests.support.patience import patience
 from tests.support.searches import DETERMINISTIC, NAME, records, search, won
 from tests.support.synthetic import (
     LEGAL,
@@ -115,51 +107,6 @@ def test_finals_lost_to_a_kill_are_held_on_resume(storage: BaseStorage) -> None:
     assert won(search(storage, evaluator, trials=20)).trials == 20
     assert evaluator.evaluated == []
     assert len(evaluator.finalists) == 1
-
-
-@pytest.mark.slow
-def test_kill_9_at_any_moment_loses_nothing_and_repeats_nothing(tmp_path: Path) -> None:
-    journal, evaluations = tmp_path / "studies.journal", tmp_path / "evaluations"
-    command = [
-        sys.executable,
-        "-m",
-        "tests.support.synthetic",
-        str(journal),
-        str(evaluations),
-        "70",
-    ]
-    rng = random.Random(os.getpid())
-    known: list[dict[str, int | str]] = []
-    kills = 0
-
-    def finished() -> int:
-        return journal.read_bytes().count(b'"origin"') if journal.exists() else 0
-
-    for _ in range(3):
-        before = finished()
-        process = subprocess.Popen(command, cwd=REPOSITORY)
-        deadline = time.monotonic() + patience(60)
-        while process.poll() is None and time.monotonic() < deadline and finished() == before:
-            time.sleep(0.005)
-        time.sleep(rng.uniform(0, 0.3))
-        process.send_signal(signal.SIGKILL)
-        kills += process.wait() == -signal.SIGKILL
-        stored = [dict(r.config) for r in records(open_storage(journal))]
-        assert stored[: len(known)] == known, "a finished trial was lost"
-        assert len(stored) > len(known)
-        known = stored
-    assert kills >= 2
-    subprocess.run(command, cwd=REPOSITORY, check=True, timeout=patience(60))
-
-    done = records(open_storage(journal))
-    assert len(done) == 70
-    assert [dict(record.config) for record in done][: len(known)] == known
-    assert len({LEGAL.key(record.config) for record in done}) == 70
-    # Only a trial that was under way when the run was killed may have been measured again.
-    lines = Counter(evaluations.read_text().splitlines())
-    assert sum(lines.values()) - len(lines) <= kills
-    [winner] = stored_winners(open_storage(journal))
-    assert winner.trials == 70
 
 
 def test_a_resumed_search_draws_another_sequence(

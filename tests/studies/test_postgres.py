@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
@@ -59,6 +59,8 @@ from tests.support.runs import command
 from tests.support.searches import NAME, search
 from tests.support.synthetic import LEGAL, SPACE, FakeEvaluator, FakePool, make_winner
 
+# What is tried does not matter here, and processes are forks.
+pytestmark = pytest.mark.usefixtures("quick_proposals")
 LEASE_SECONDS = 2.0
 
 
@@ -151,17 +153,17 @@ FOR EACH ROW WHEN (NEW.key = 'winner') EXECUTE FUNCTION audit();
 
 
 @pytest.mark.slow
-def test_eight_processes_two_killed_conclude_every_problem_exactly_once(
-    url: str, tmp_path: Path, record_property: Callable[[str, object], None]
+def test_five_processes_two_killed_conclude_every_problem_exactly_once(
+    url: str, tmp_path: Path
 ) -> None:
-    trials, delay = 24, 0.005
+    trials, delay, problems = 16, 0.005, PROBLEMS[:7]
     SharedStorage(url)
     with connect(url).begin() as connection:
         connection.exec_driver_sql(AUDIT)
-    plan = make_plan(tmp_path, trials, storage=url)
+    plan = make_plan(tmp_path, trials, storage=url, problems=problems)
     context = multiprocessing.get_context("fork")
     runs = [
-        context.Process(target=search_plan, args=(plan, LEASE_SECONDS, delay)) for _ in range(8)
+        context.Process(target=search_plan, args=(plan, LEASE_SECONDS, delay)) for _ in range(5)
     ]
     started = time.monotonic()
     for run in runs:
@@ -177,8 +179,7 @@ def test_eight_processes_two_killed_conclude_every_problem_exactly_once(
         run.kill()
     for run in runs:
         run.join(patience(120))
-    seconds = time.monotonic() - started
-    assert [run.exitcode for run in runs] == [-signal.SIGKILL] * 2 + [0] * 6
+    assert [run.exitcode for run in runs] == [-signal.SIGKILL] * 2 + [0] * 3
 
     stored = records(url, plan)
     for problem, done in stored.items():
@@ -186,19 +187,16 @@ def test_eight_processes_two_killed_conclude_every_problem_exactly_once(
         assert len({LEGAL.key(record.config) for record in done}) == trials, problem
     with connect(url).begin() as connection:
         concluded = Counter(connection.scalars(sql.text("SELECT study_id FROM concluded")))
-    assert sorted(concluded.values()) == [1] * len(PROBLEMS), "concluded twice, or never"
+    assert sorted(concluded.values()) == [1] * len(problems), "concluded twice, or never"
     told = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
-    assert len(told) == 6
+    assert len(told) == 3
     assert all(winners == told[0] for winners in told), "runs disagree about the winners"
-    assert told[0].keys() == {str(problem) for problem in PROBLEMS}
+    assert told[0].keys() == {str(problem) for problem in problems}
     assert all(told[0].values())
 
     # A trial that was under way at a kill, and its last one whose commit the kill cut off.
     measured = Counter(tuple(words[1:]) for words in lines(tmp_path) if words[0] == "trial")
     assert sum(measured.values()) - len(measured) <= 2 * len(killed)
-    rate = len(PROBLEMS) * trials / seconds
-    record_property("trials_per_second", round(rate, 1))
-    print(f"{rate:.1f} trials/s by 8 processes, two of them killed, in {seconds:.1f} s")
 
 
 @pytest.mark.slow
@@ -528,6 +526,7 @@ def test_server_that_stays_away_ends_the_run_with_a_sentence_and_loses_nothing(
 @pytest.mark.slow
 def test_two_command_lines_share_a_run_and_write_the_same_module(url: str, tmp_path: Path) -> None:
     options = ["--gpu", "gb200", "--shapes", "512x256:bf16,256x256:bf16", "--trials", "3"]
+    options += ["--fallbacks", "none"]
     runs = []
     for name in ("one", "two"):
         line = command(*options, "--json", "--storage", url, "--out", str(tmp_path / name))

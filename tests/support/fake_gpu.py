@@ -19,6 +19,7 @@ from typing import Any
 
 from generator.evaluate.gpu.noise import SEARCH_PAUSES, Block, collect
 from generator.evaluate.gpu.protocol import Answer, Candidate, Job, NoGpuError
+from generator.kernels.forward import ForwardVariant
 from generator.kernels.geometry import Config
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.ptxas import Resources
@@ -26,7 +27,7 @@ from generator.kernels.variant import Variant, make_variant
 from generator.operations import operation_of
 from generator.problem import Problem
 from generator.result import Result
-from normforge.spec import MAIN_KERNEL, ForwardSpec
+from normforge.spec import FORWARD_KERNELS, MAIN_KERNEL, ForwardSpec
 from tests.support.synthetic import FLOOR_US, PROBLEM, TARGET, cost, digest
 
 COMPILE_FAULTS = ("compile_error", "compile_crash", "spill")
@@ -116,6 +117,13 @@ class Landscape:
         return self.faults.get(key(config), "")
 
 
+class BothWays(Landscape):
+    """A landscape with forwards, which all take the same."""
+
+    def ratio(self, variant: Any) -> float:
+        return 1.5 if "id" in variant.config else super().ratio(variant)
+
+
 @dataclass(frozen=True)
 class ForwardLandscape:
     """The landscape of forwards, by the variant's id. residual: faults of calls with a residual."""
@@ -151,6 +159,13 @@ class FakeCompiler:
             return Compiled(arch, "", b"", {}, "0", False, "", "kernel.cu(1): error: planted")
         kernels = {MAIN_KERNEL: Resources(32, 8 if fault == "spill" else 0, 0, 0)}
         return Compiled(arch, "", cubin, kernels, "0", False, "")
+
+
+def compile_both(variant: Variant | ForwardVariant, arch: str, folder: Path) -> Compiled:
+    if isinstance(variant, Variant):
+        return FakeCompiler(Log())(variant, arch, folder)
+    resources = dict.fromkeys(FORWARD_KERNELS, Resources(32, 0, 0, 0))
+    return Compiled(arch, "", f"cubin of {variant.id}".encode(), resources, "0", False, "")
 
 
 @dataclass(frozen=True)

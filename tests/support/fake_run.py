@@ -1,6 +1,7 @@
 """Whole runs on the fake GPU, each in a process of its own, and a killer that strikes them.
 
-Processes come from one fork server that has everything imported, so that a kill costs a fork.
+Processes come from one fork server that has everything imported (tests/conftest.py), so that a kill
+costs a fork.
 """
 
 from __future__ import annotations
@@ -48,13 +49,6 @@ OPEN = {
 
 
 @cache
-def forks() -> Any:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.support.fake_run", "optuna.storages.journal"])
-    return context
-
-
-@cache
 def little_space() -> Space:
     """96 legal configs, which a search sweeps."""
     keep = LegalConfigs(load_space(), PROBLEM, TARGET).first(1)[0]
@@ -94,7 +88,7 @@ class Run:
         return sum(entry.get("event") == "answer" for entry in self.log.read())
 
     def start(self) -> Any:
-        driver = forks().Process(target=drive, args=(self,))
+        driver = multiprocessing.get_context("forkserver").Process(target=drive, args=(self,))
         driver.start()
         return driver
 

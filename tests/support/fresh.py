@@ -23,7 +23,7 @@ from tests.support.patience import patience
 
 SERVER = """
 import json, os, sys, warnings
-import torch
+import {imported}
 
 def become(asked):
     os.chdir(asked["cwd"])
@@ -49,10 +49,10 @@ for line in sys.stdin:
 
 
 @cache
-def server() -> subprocess.Popen[str]:
-    """Start the server of this process, which ends with it."""
+def server(imported: str) -> subprocess.Popen[str]:
+    """Start a server of this process, which ends with it."""
     started = subprocess.Popen(
-        [sys.executable, "-c", SERVER],
+        [sys.executable, "-c", SERVER.replace("{imported}", imported)],
         cwd=tempfile.gettempdir(),
         env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
         stdin=subprocess.PIPE,
@@ -65,9 +65,14 @@ def server() -> subprocess.Popen[str]:
 
 
 def run_fresh(
-    program: str, cwd: Path, paths: Sequence[Path] = (), **environment: str
+    program: str,
+    cwd: Path,
+    paths: Sequence[Path] = (),
+    imported: str = "torch",
+    **environment: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Do what `python -W ignore -c program` does that finds modules in `cwd` and in `paths`."""
+    """Do what `python -W ignore -c program` does that finds modules in `cwd` and in `paths`, and
+    has `imported` one of PyTorch's already: importing Inductor takes longer than PyTorch."""
     found = list(map(str, paths))
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(found), **environment}
     with tempfile.TemporaryDirectory() as folder:
@@ -75,7 +80,7 @@ def run_fresh(
         for file in said:
             file.touch()
         asked = {"program": program, "cwd": str(cwd), "paths": found, "env": env}
-        pipes = server()
+        pipes = server(imported)
         assert pipes.stdin is not None and pipes.stdout is not None
         print(json.dumps({**asked, "said": list(map(str, said))}), file=pipes.stdin, flush=True)
         if not select.select([pipes.stdout], [], [], patience(200))[0]:

@@ -6,14 +6,16 @@ import os
 import random
 import struct
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 from hypothesis import reject
 from hypothesis import strategies as st
 
-from generator.errors import NormforgeError
 from generator.kernels.compile_pool import CompilePool
 from generator.kernels.cubin_cache import compile_variant
 from generator.kernels.geometry import Config
@@ -57,6 +59,13 @@ PLAIN: dict[str, int | str] = {
 """Knobs of a conservative config for N = 1024: few registers, no staging."""
 
 
+def in_turn(*outer: Sequence[Any], inner: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Parameters of a test: every combination of the outer choices, each with one of the inner
+    ones. They take turns, so that every pair occurs where the outer choices are as many."""
+    found = product(*map(enumerate, outer))
+    return [(*(c for _, c in one), inner[sum(i for i, _ in one) % len(inner)]) for one in found]
+
+
 @cache
 def space_of(operation: str) -> Space:
     return load_space(space_file(operation))
@@ -76,6 +85,15 @@ def sample_variant(
         problem = Problem.parse(problem)
     space = space or space_of(problem.operation)
     return make_variant(space.sample(problem, target, random.Random(seed), fixed), problem)
+
+
+def drawn_variant(
+    problem: Problem, target: Target, seed: int, **fixed: int | str
+) -> Variant | None:
+    """Return what `sample_variant` does, or None where nothing is legal: to say why takes long."""
+    legal = space_of(problem.operation).legal(problem, target, rng=random.Random(seed), fixed=fixed)
+    config = next(legal, None)
+    return make_variant(config, problem) if config else None
 
 
 def plain_variant(problem: Problem | str, target: Target, **knobs: int | str) -> Variant:
@@ -184,10 +202,7 @@ def cases(draw: st.DrawFn) -> tuple[Problem, Target, Variant]:
 def _sampled(
     problem: Problem, target: Target, seed: int, fixed: tuple[tuple[str, int | str], ...]
 ) -> Variant:
-    try:
-        return sample_variant(problem, target, seed, **dict(fixed))
-    except NormforgeError:
-        reject()
+    return drawn_variant(problem, target, seed, **dict(fixed)) or reject()
 
 
 def compiled_fallbacks(target: Target) -> list[tuple[Variant, Compiled]]:

@@ -6,7 +6,6 @@ Run as a program it searches one problem, slowly enough to be killed: see search
 from __future__ import annotations
 
 import hashlib
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -22,12 +21,10 @@ from generator.kernels.ptxas import Resources
 from generator.kernels.variant import Variant, make_variant
 from generator.problem import Problem
 from generator.result import Result
-from generator.search.search import Budget, search_problem
 from generator.space.legal_configs import LegalConfigs
 from generator.space.load import SPACE_FILE, load_space
 from generator.space.space import Space
 from generator.studies.records import Winner
-from generator.studies.storage import open_storage
 from generator.target import find_target
 from normforge.spec import MAIN_KERNEL
 
@@ -124,10 +121,9 @@ class FakeEvaluator:
         lucky: bool = False,
         final: Callable[[Variant], Result | None] = lambda variant: None,
         delay: float = 0.0,
-        journal: Path | None = None,
     ) -> None:
         self.cost, self.evidence, self.lucky, self.final = cost, evidence, lucky, final
-        self.delay, self.journal = delay, journal
+        self.delay = delay
         self.evaluated: list[dict[str, int | str]] = []
         self.finalists: list[list[dict[str, int | str]]] = []
 
@@ -137,9 +133,6 @@ class FakeEvaluator:
         assert not compiled.error
         self.evaluated.append(dict(variant.config))
         time.sleep(self.delay)
-        if self.journal:
-            with self.journal.open("a") as file:
-                file.write(repr(sorted(variant.config.items())) + "\n")
         return self._result(variant)
 
     def finals(self, problem: Problem, entries: list[tuple[Variant, Compiled]]) -> list[Result]:
@@ -199,14 +192,3 @@ def shrink(folder: Path, keep: Config, **open_knobs: list[int | str]) -> Space:
     path = folder / "tiny.yaml"
     path.write_text(yaml.safe_dump(content, sort_keys=False))
     return load_space(path)
-
-
-if __name__ == "__main__":
-    journal, evaluations, trials = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-    search_problem(
-        LEGAL,
-        FakePool(),
-        FakeEvaluator(delay=0.004, journal=evaluations),
-        open_storage(journal),
-        Budget(trials=trials),
-    )

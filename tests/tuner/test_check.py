@@ -22,9 +22,7 @@ from generator.evaluate.gpu.protocol import Answer, Candidate, Job, WorkerLostEr
 from generator.evaluate.gpu.recheck import Rechecker
 from generator.evaluate.gpu.supervisor import Supervisor
 from generator.kernels.compile_pool import CompilePool
-from generator.kernels.forward import ForwardVariant
 from generator.kernels.nvrtc import Compiled
-from generator.kernels.ptxas import Resources
 from generator.kernels.variant import Variant
 from generator.package.emit import emit_package
 from generator.package.entries import PROVENANCE_KEYS, Entry
@@ -34,11 +32,10 @@ from generator.result import Result
 from generator.target import find_target
 from generator.tuner import choose_device, device_process, run
 from generator.tuner.check import OTHER_FLOOR, Stored, _recorded_ratio, choose, stored_kernels
-from normforge.spec import FORWARD_KERNELS
 from normforge.table import KernelOf
 from tests.support.entry_points import leaf, write_package
-from tests.support.fake_gpu import FakeCompiler, FakeGpu, Landscape, Log, Weather, key
-from tests.support.fake_run import forks, nap
+from tests.support.fake_gpu import BothWays, FakeGpu, Log, Weather, compile_both, key
+from tests.support.fake_run import nap
 from tests.support.packages import variant_for
 from tests.support.synthetic import TARGET, cost, digest
 
@@ -48,20 +45,6 @@ SHAPES = tuple(f"4096x{N}:bf16" for N in WIDTHS)
 
 def variant_of(shape: str) -> Variant:
     return variant_for(Problem.parse(shape))
-
-
-class BothWays(Landscape):
-    """A landscape with forwards, which all take the same."""
-
-    def ratio(self, variant: Any) -> float:
-        return 1.5 if "id" in variant.config else super().ratio(variant)
-
-
-def compile_both(variant: Variant | ForwardVariant, arch: str, folder: Path) -> Compiled:
-    if isinstance(variant, Variant):
-        return FakeCompiler(Log())(variant, arch, folder)
-    resources = dict.fromkeys(FORWARD_KERNELS, Resources(32, 0, 0, 0))
-    return Compiled(arch, "", f"cubin of {variant.id}".encode(), resources, "0", False, "")
 
 
 @dataclass
@@ -375,7 +358,6 @@ def test_what_a_program_calls_is_tuned_recorded_and_checked(
         x, weight = leaf(M, 256, dtype=torch.bfloat16), leaf(256, dtype=torch.bfloat16)
         package.rms_norm(x, weight).sum().backward()
     recorder.stop()
-    forks()
     folders = {"cache_folder": tmp_path / "cache", "compile": compile_both, "method": "forkserver"}
     monkeypatch.setattr(run, "CompilePool", partial(CompilePool, **folders))
     out = tmp_path / "tuned"

@@ -37,7 +37,7 @@ from generator.tuner.lifecycle import LOCK_NAME, exclusive_run
 from generator.tuner.plan import Plan
 from generator.tuner.run import Outcome, tune
 from tests.support.fake_gpu import OUTCOME, FakeCompiler, FakeGpu, Landscape, Log, born, key
-from tests.support.fake_run import Killer, Run, forks, little_space
+from tests.support.fake_run import Killer, Run, little_space
 from tests.support.patience import await_, patience
 from tests.support.synthetic import PROBLEM, TARGET
 
@@ -59,7 +59,6 @@ class Bench:
 
     @contextmanager
     def evaluator(self, seconds: float = 20.0) -> Iterator[MeasuredEvaluator]:
-        forks()
         supervisor = Supervisor(
             0, seconds, open_handler=self.gpu, method="forkserver", sleep=self.pauses.append
         )
@@ -156,7 +155,6 @@ def test_shortlisting_that_breaks_the_worker_leaves_it_to_the_finals(tmp_path: P
 
 def test_crash_of_the_compiler_costs_only_the_variant_that_causes_it(tmp_path: Path) -> None:
     bench = Bench(tmp_path, "compile_crash", "compile_error")
-    forks()
     with CompilePool("sm_90a", 2, tmp_path, compile=bench.compiler, method="forkserver") as pool:
         jobs = [(v, pool.submit(v)) for v in (make_variant(c, PROBLEM) for c in SOUND[:6])]
         errors = [pool.result(*job).error for job in jobs]
@@ -420,7 +418,7 @@ def test_signal_handlers_are_put_back(tmp_path: Path) -> None:
 
 # ---- Kill -9, at random moments -----------------------------------------------------------------
 
-RUNS = 12
+RUNS = 6
 STRIKES = {"driver": 6, "worker": 6, "compiler": 6}
 
 
@@ -435,12 +433,11 @@ def tortured(folder: Path, seed: int) -> tuple[Run, Counter[str], list[Record]]:
 
 
 @pytest.mark.slow
-def test_200_kills_lose_nothing_repeat_nothing_and_change_no_winner(tmp_path: Path) -> None:
-    forks()
+def test_a_hundred_kills_lose_nothing_repeat_nothing_and_change_no_winner(tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as threads:
         runs = list(threads.map(lambda seed: tortured(tmp_path / str(seed), seed), range(RUNS)))
     kills: Counter[str] = sum((kills for _, kills, _ in runs), Counter())
-    assert sum(kills.values()) >= 200
+    assert sum(kills.values()) >= 100
     assert set(kills) == set(STRIKES)
     for run, killed, records in runs:
         assert run.said == run.landscape.champion, run.folder
