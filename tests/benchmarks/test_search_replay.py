@@ -184,7 +184,7 @@ def test_searches_are_judged_by_times_side_by_side_and_hear_of_their_trials_alon
     assert replayed.counts()["close"] == 1
     for config in replayed.configs:
         judged, told = replayed.ratio(config), replayed.told(config)
-        best = told <= again.optimum
+        best = told <= again.optimum + 1e-4  # the file has five digits
         assert judged == pytest.approx(told if best else 2 * told, abs=1e-4)
     judged, told = (
         by_tuner(Replayed(one), 40, 1) for one in (again, replace(again, side_by_side={}))
