@@ -410,12 +410,12 @@ def test_tensors_without_memory_and_without_rows_have_such_results() -> None:
 # ---- Who serves ----------------------------------------------------------------------------------
 
 
-def test_without_a_package_it_says_so_and_the_formula_serves() -> None:
-    for forward in (False, True):
-        found = explain(4096, 128, "bf16", "fp32", forward=forward)
-        assert found["how"] == "none"
-        way = "forward" if forward else "backward"
-        assert found["reason"] == f"there is no tuned package of rmsnorm_rope_{way}"
+@pytest.mark.parametrize("forward", [False, True])
+def test_it_says_which_kernel_serves_or_why_none_does(forward: bool) -> None:
+    found = explain(4096, 128, "bf16", "fp32", forward=forward)
+    assert (found["how"], found["kernel"]) == ("none", None)
+    assert found["reason"].startswith("nothing like 4096x128:bf16:fp32 was tuned")
+    assert explain(524288, 128, "bf16", forward=forward)["how"] == "tuned"
 
 
 class Kernels:

@@ -25,14 +25,14 @@ from generator.kernels.compile_pool import CompilePool
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.variant import Variant
 from generator.package.emit import emit_package
-from generator.package.entries import PROVENANCE_KEYS, Entry
+from generator.package.entries import PROVENANCE_KEYS, Entry, problem_of
 from generator.paths import GENERATED
 from generator.problem import Problem
 from generator.result import Result
 from generator.target import find_target
 from generator.tuner import choose_device, device_process, run
 from generator.tuner.check import OTHER_FLOOR, Stored, _recorded_ratio, choose, stored_kernels
-from normforge.table import KernelOf
+from normforge.table import KernelOf, Table
 from tests.support.entry_points import leaf, write_package
 from tests.support.fake_gpu import BothWays, FakeGpu, Log, Weather, compile_both, key
 from tests.support.fake_run import nap
@@ -383,7 +383,8 @@ COMMITTED = sorted(path.parent for path in GENERATED.glob("*/*/table.json"))
 def test_packages_of_before_are_checked_but_for_what_they_do_not_record(
     package: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The committed ones, with their own cubins."""
+    """The committed ones, with their own cubins, under the condition that the table names."""
+    told = {str(problem_of(entry)): entry.provenance for entry in Table.load(package).tuned}
 
     class Machine:
         facts: ClassVar = {"name": "fake"}
@@ -393,9 +394,11 @@ def test_packages_of_before_are_checked_but_for_what_they_do_not_record(
             return self
 
         def check(self, problem: Problem, candidate: Candidate, condition: str) -> Result:
-            assert condition == "flush", "that of the committed tables, which do not name theirs"
+            known = told.get(str(problem), {})
+            assert condition == known.get("condition", "flush")
             assert candidate.cubin.startswith(b"\x7fELF")
-            return Result("ok", us=9.0, floor_us=10.0, ratio=0.9, extra={"bits": "b"})
+            bits = known.get("bits") or "b"
+            return Result("ok", us=9.0, floor_us=10.0, ratio=0.9, extra={"bits": bits})
 
         def close(self) -> None:
             pass
@@ -406,11 +409,15 @@ def test_packages_of_before_are_checked_but_for_what_they_do_not_record(
     assert main(["check", *line]) == 0
     document = json.loads(capsys.readouterr().out)
     rows = document["kernels"]
-    assert len([row for row in rows if not row["shape"].endswith("forward")]) == 20
-    assert f"{len(rows)} have no record of their bits" in document["summary"]
+    backwards = [row for row in rows if row["shape"] in told]
+    assert len(backwards) == min(20, len(told))
+    recorded = {row["shape"] for row in backwards if told[row["shape"]].get("bits")}
+    unrecorded = len(rows) - len(recorded)
+    assert unrecorded == 0 or f"{unrecorded} have no record of their bits" in document["summary"]
     predicted = {row["time"] == "predicted" for row in rows}
     assert predicted == {target.name == "gb200"}
-    assert all(row["passed"] and row["bits"] == "not recorded" for row in rows)
+    assert all(row["passed"] for row in rows)
+    assert {r["shape"] for r in rows if r["bits"] != "not recorded"} == recorded
 
 
 def test_times_beside_another_floor_are_not_compared() -> None:
