@@ -21,12 +21,17 @@ MOST_SECONDS = 2.0
 """Seconds from Ctrl-C to the end of the process, without the time in which others have the
 cores."""
 SAYING = """
-import runpy, sys
+import runpy, sys, time
 from generator.tuner.display import Status
+
+WANTED = sys.argv[1]
 
 def tell(method, name_of):
     def told(self, *arguments):
-        print("phase:", name_of(*arguments), flush=True)
+        phase = name_of(*arguments)
+        print("phase:", phase, flush=True)
+        if phase == WANTED:
+            time.sleep(0.3)  # so that the signal comes in this phase, which may be short
         return method(self, *arguments)
     return told
 
