@@ -97,7 +97,11 @@ def summary(rows: Iterable[Mapping[str, Any]]) -> str:
     lines = []
     for condition in CONDITIONS:
         known = [(row[condition], row["shape"]) for row in rows]
-        slower = [f"{shape} {said['after_over_before']:.3f}" for said, shape in known]
+        slower = [
+            f"{shape} {ratio:.3f}"
+            for said, shape in known
+            if (ratio := round(said["after_over_before"], 3)) > 1.01
+        ]
         lines.append(
             f"{condition}: {len(known)} shapes, geometric means: "
             + ", ".join(
@@ -105,7 +109,7 @@ def summary(rows: Iterable[Mapping[str, Any]]) -> str:
                 for name in (*SIDES, "after_over_before")
             )
             + "; slower by more than 1 %: "
-            + (", ".join(s for s in slower if float(s.split()[1]) > 1.01) or "none")
+            + (", ".join(slower) or "none")
         )
     return "\n".join(lines)
 

@@ -14,6 +14,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from .frontends.library import Served, define
+from .frontends.row_functions import provenance_of
 from .operations import RowOperation, register
 from .operations.formula import wide_dtype
 from .serve.kernels import source_of
@@ -72,9 +73,7 @@ class OwnPackage:
     @property
     def provenance(self) -> dict[str, Any]:
         """The target, and how the kernel of every tuned shape was found and checked."""
-        table = self._source(None).backward
-        shapes = {entry.shape: dict(entry.provenance) for entry in table.tuned}
-        return {"target": table.target, "shapes": shapes}
+        return provenance_of(self._source)
 
     def explain(self, M: int, N: int, dtype: str, weight_dtype: str = "") -> dict[str, Any]:
         """Say which kernel serves M aligned rows of N columns ("bf16", "fp16" or "fp32"), and

@@ -7,22 +7,14 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_dynamo_compiling
 
 from ..operations import GATED_BACKWARDS
 from ..operations.formula import evaluate, wide_dtype
 from ..operations.gated_rmsnorm_backward import gated_rmsnorm
-from ..torch_internals import (
-    has_tangent,
-    is_batched,
-    is_plain,
-    tracing,
-    transforms_active,
-    watched,
-    without_inference,
-)
+from ..torch_internals import is_batched, is_plain, transforms_active, watched
 from .library import Served, define
+from .row_nodes import applied, is_ours
 
 Gradients = tuple[torch.Tensor, torch.Tensor, "torch.Tensor | None"]
 """dx, dz, and dw where there is a weight."""
@@ -104,7 +96,7 @@ def gradients_by_formula(dy: Any, x: Any, z: Any, weight: Any, eps: float, kind:
 
 
 def _forward(x: Any, z: Any, weight: Any, eps: float, kind: Any, package: str) -> torch.Tensor:
-    """Return y without gradients, of tensors that `_is_ours` has seen."""
+    """Return y without gradients, of tensors that `is_ours` has seen."""
     if is_dynamo_compiling() or watched() or not all(map(is_plain, (x, z, weight))):
         return formula(x, z, weight, eps, kind)
     return SERVED(package).forward(x, z, weight, eps, kind)
@@ -134,30 +126,11 @@ class GatedNode(torch.autograd.Function):
         return dx, dz, dw if ctx.needs_input_grad[2] else None, None, None, None
 
 
-def _is_ours(*given: Any) -> bool:
-    """Return True if a node may take these tensors. Transforms, forward mode, tracers and
-    subclasses of tensors know PyTorch's operators alone; modes and fake tensors know ours, too."""
-    if transforms_active():
-        return False
-    if is_dynamo_compiling():  # it cannot trace the other questions
-        return all(map(is_plain, given))
-    if tracing() is not None:
-        return False
-    plain = all(is_plain(one) or isinstance(one, FakeTensor) for one in given)
-    return plain and not has_tangent(*given)
-
-
 def gated_norm(x: Any, z: Any, weight: Any, eps: float, kind: Any, package: str) -> torch.Tensor:
     """Compute `formula` as a package serves it; by PyTorch's operators where it does not."""
-    if not _is_ours(x, z, weight):
+    if not is_ours(x, z, weight):
         return formula(x, z, weight, eps, kind)
     if not torch.is_grad_enabled():
         return _forward(x, z, weight, eps, kind, package)
-    try:
-        y: torch.Tensor = GatedNode.apply(x, z, weight, eps, kind, package)
-    except RuntimeError as error:
-        if is_dynamo_compiling():
-            raise
-        x, z, weight = without_inference(error, x, z, weight)
-        y = GatedNode.apply(x, z, weight, eps, kind, package)
+    y: torch.Tensor = applied(GatedNode, x, z, weight, eps, kind, package)
     return y

@@ -27,10 +27,11 @@ from ..torch_internals import (
     tracing,
     transforms_active,
     watched,
-    without_inference,
 )
 from .dtensor import is_dtensor
 from .nodes import EagerNormAndAdd
+from .row_functions import provenance_of
+from .row_nodes import applied
 from .unfused import norm_then_add
 
 _FP32_EPS = torch.finfo(torch.float32).eps
@@ -141,11 +142,7 @@ def norm_and_add(
     given = (x, add, weight)
     if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in given):
         return served(*given, eps, offset)[0]
-    try:
-        return EagerNormAndAdd.apply(norm, *given, eps, offset)
-    except RuntimeError as error:
-        given = without_inference(error, *given)
-    return EagerNormAndAdd.apply(norm, *given, eps, offset)
+    return applied(EagerNormAndAdd, norm, *given, eps, offset)
 
 
 def forward_and_add(
@@ -179,9 +176,7 @@ class NormAddPackage:
     @property
     def provenance(self) -> dict[str, Any]:
         """The target, and how the kernel of every tuned shape was found and checked."""
-        table = self._source(None).backward
-        shapes = {entry.shape: dict(entry.provenance) for entry in table.tuned}
-        return {"target": table.target, "shapes": shapes}
+        return provenance_of(self._source)
 
     def explain(
         self, M: int, N: int, dtype: str, weight_dtype: str = "", *, offset: bool = False

@@ -6,22 +6,14 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_dynamo_compiling
 
 from ..operations import RMSNORM_ROPE_BACKWARD
 from ..operations.formula import evaluate, wide_dtype
 from ..operations.rmsnorm_rope import rmsnorm_rope
-from ..torch_internals import (
-    has_tangent,
-    is_batched,
-    is_plain,
-    tracing,
-    transforms_active,
-    watched,
-    without_inference,
-)
+from ..torch_internals import is_batched, is_plain, transforms_active, watched
 from .library import Served, define
+from .row_nodes import applied, is_ours
 
 Gradients = tuple[torch.Tensor, "torch.Tensor | None"]
 """dx, and dw where there is a weight."""
@@ -147,30 +139,11 @@ class RotatedNode(torch.autograd.Function):
         return dx, dw if ctx.needs_input_grad[1] else None, None, None, None, None
 
 
-def is_ours(*given: Any) -> bool:
-    """Return True if a node may take these tensors. Transforms, forward mode, tracers and
-    subclasses of tensors know PyTorch's operators alone; modes and fake tensors know ours, too."""
-    if transforms_active():
-        return False
-    if is_dynamo_compiling():  # it cannot trace the other questions
-        return all(map(is_plain, given))
-    if tracing() is not None:
-        return False
-    plain = all(is_plain(one) or isinstance(one, FakeTensor) for one in given)
-    return plain and not has_tangent(*given)
-
-
 def rotated_norm(x: Any, weight: Any, cos: Any, sin: Any, eps: float, package: str) -> torch.Tensor:
     """Compute `formula` as a package serves it; by PyTorch's operators where it does not."""
     if not is_ours(x, weight, cos, sin):
         return formula(x, weight, cos, sin, eps)
     if not torch.is_grad_enabled():
         return _forward(x, weight, cos, sin, eps, package)
-    try:
-        y: torch.Tensor = RotatedNode.apply(x, weight, cos, sin, eps, package)
-    except RuntimeError as error:
-        if is_dynamo_compiling():
-            raise
-        x, weight, cos, sin = without_inference(error, x, weight, cos, sin)
-        y = RotatedNode.apply(x, weight, cos, sin, eps, package)
+    y: torch.Tensor = applied(RotatedNode, x, weight, cos, sin, eps, package)
     return y

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from ..torch_internals import is_batched, is_plain, transforms_active, watched, without_inference
+from ..torch_internals import is_batched, is_plain, transforms_active, watched
 from .library import define
-from .rope_node import SERVED, formula, gradients_by_formula, is_ours
+from .rope_node import SERVED, formula, gradients_by_formula
+from .row_nodes import applied, is_ours
 
 Packed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """q, k and v."""
@@ -118,15 +119,9 @@ def packed_norms(*given: Any) -> Packed:
     """Return q, k and v as a package serves them, of a projection, the weights of queries and of
     keys, cos and sin of shape (..., 1, D / 2), the numbers of heads, eps, and the package's name;
     by PyTorch's operators where it does not."""
-    tensors, rest = given[:5], given[5:]
-    if not is_ours(*tensors):
+    if not is_ours(*given[:5]):
         return _by_formula(*given)
     if not torch.is_grad_enabled():
         return _forward(*given)
-    try:
-        found: Packed = PackedNode.apply(*given)
-    except RuntimeError as error:
-        if is_dynamo_compiling():
-            raise
-        found = PackedNode.apply(*without_inference(error, *tensors), *rest)
+    found: Packed = applied(PackedNode, *given)
     return found

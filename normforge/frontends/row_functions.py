@@ -53,6 +53,14 @@ class RowFunctions:
         return found
 
 
+def provenance_of(source: Source) -> dict[str, Any]:
+    """Return the target of a package, and how the kernel of every tuned shape was found and
+    checked."""
+    table = source(None).backward
+    shapes = {entry.shape: dict(entry.provenance) for entry in table.tuned}
+    return {"target": table.target, "shapes": shapes}
+
+
 class OneOperation:
     """The kernels of a package, which are of one operation. Making one compiles nothing and does
     not touch CUDA."""
@@ -80,6 +88,4 @@ class OneOperation:
     @property
     def provenance(self) -> dict[str, Any]:
         """The target, and how the kernel of every tuned shape was found and checked."""
-        table = self.source(None).backward
-        shapes = {entry.shape: dict(entry.provenance) for entry in table.tuned}
-        return {"target": table.target, "shapes": shapes}
+        return provenance_of(self.source)

@@ -115,22 +115,27 @@ void pass_team_barrier(Thread& thread, unsigned time) {
 
 // ---- A warp ----
 
-float shuffle_xor(float value, int mask, int line) {
+namespace {
+
+// The value of another lane. object: by which the meeting is known.
+float value_of(unsigned lane, float value, unsigned object, int line) {
   Warp& warp = *m.current->warp;
-  const unsigned lane = m.current->lane;
   const unsigned parity = warp.parity;  // two sets: a lane that is ahead writes the other one
-  warp.values[parity][lane] = value;
-  meet(Wait::kShuffle, line, static_cast<unsigned>(mask));
-  return warp.values[parity][lane ^ static_cast<unsigned>(mask)];
+  warp.values[parity][m.current->lane] = value;
+  meet(Wait::kShuffle, line, object);
+  return warp.values[parity][lane];
+}
+
+}  // namespace
+
+float shuffle_xor(float value, int mask, int line) {
+  const auto object = static_cast<unsigned>(mask);
+  return value_of(m.current->lane ^ object, value, object, line);
 }
 
 float shuffle_from(float value, int lane, int line) {
-  Warp& warp = *m.current->warp;
   if (lane < 0 || lane >= static_cast<int>(kWarp)) fault(line, "takes a value from lane %d", lane);
-  const unsigned parity = warp.parity;
-  warp.values[parity][m.current->lane] = value;
-  meet(Wait::kShuffle, line, kWarp);  // of no mask
-  return warp.values[parity][lane];
+  return value_of(static_cast<unsigned>(lane), value, kWarp, line);  // of no mask
 }
 
 // Whole warps come to these.
