@@ -47,6 +47,13 @@ ORDERED = {
         "mbarrier_wait_cluster(barrier, 0)",
         ["mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64"],
     ),
+    "mbarrier_wait_sums": (
+        "mbarrier_wait_sums(barrier, 0)",
+        [
+            "mbarrier.try_wait.parity.relaxed.cluster.shared::cta.b64",
+            "fence.acquire.sync_restrict::shared::cluster.cluster",
+        ],
+    ),
     "bulk_wait_written": ("bulk_wait_written()", ["cp.async.bulk.wait_group"]),
     "fence_async_shared": ("fence_async_shared()", ["fence.proxy.async.shared::cta"]),
     "fence_async_global": ("fence_async_global()", ["fence.proxy.async.global"]),
@@ -81,10 +88,10 @@ def instructions() -> dict[str, list[str]]:
         f" Ledger* wide) {{ __shared__ unsigned long long barrier[1]; (void)barrier; {call}; }}"
         for name, (call, _) in ORDERED.items()
     ]
-    names = ("primitives", "primitives_producer", "primitives_cluster_start")
+    names = ("primitives", "primitives_producer", "primitives_producer_cluster")
     primitives = [template_named(f"{name}.cuh").read_text() for name in names]
     ptx = ptx_of("\n".join([PRELUDE, *primitives, *kernels]), "90a")
-    bodies = re.findall(r"\.entry k_(\w+)\((.*?)\n}", ptx, re.DOTALL)
+    bodies = re.findall(r"\.entry k_(\w+)\((.*?)ret;", ptx, re.DOTALL)
     return {name: ORDERING.findall(body) for name, body in bodies}
 
 

@@ -75,7 +75,7 @@ def fragments(v: Variant) -> set[str]:
     chosen |= {f"rows_{v['pipeline']}", "row_sum_cta" if v["cluster"] == 1 else "row_sum_cluster"}
     if v["pipeline"] == "producer":
         chosen = chosen - {"row_sum", "row_sum_cluster", "row_sum_cta"} | {"primitives_producer"}
-        chosen |= {"primitives_cluster_start"} if v["cluster"] > 1 else set()
+        chosen |= {"primitives_producer_cluster"} if v["cluster"] > 1 else set()
     if v.holds_numbers:
         chosen = chosen - {"load_rstds"} | {"row_numbers"}
     if v.signature.pairs:

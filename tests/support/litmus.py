@@ -7,7 +7,9 @@ What a program leaves out only allows more executions, so what is forbidden here
 - A branch that is taken on what was read is written the same way. It orders nothing.
 
 An mbarrier is its phases, one place each. Every arrival at a phase synchronizes with every wait for
-it, where one releases, the other acquires, and each scope includes the other thread. How arrivals
+it, where one releases, the other acquires, and each scope includes the other thread. A relaxed wait
+with an acquire fence behind it acquires, too. A fence that is restricted to shared memory orders
+accesses to it, and nothing else, behind what it has acquired. How arrivals
 are counted is not modelled. The barrier of a warp is a barrier as its instruction describes it; the
 chapter on memory consistency does not mention it.
 """
@@ -23,7 +25,8 @@ Outcome = Mapping[str, int]
 
 @dataclass(frozen=True)
 class Event:
-    """One instruction. `place` is what it accesses; of barriers, which one, with its phase.
+    """One instruction. `place` is what it accesses; of barriers, which one, with its phase; of a
+    fence that is restricted to a space, that space.
 
     A write stores `value` plus what the reads in `plus` have seen; an RMW adds that to what it
     reads. An `async` event starts its `parts`, which are not in the program order of the thread.

@@ -39,6 +39,12 @@ class Node:
     def strong(self) -> bool:
         return self.event.order != "weak"
 
+    @property
+    def shared(self) -> bool:
+        """True of accesses to shared memory, and of operations that have started some of these."""
+        own = [e for e in (self.event, *self.event.parts) if e.kind in ("read", "write", "rmw")]
+        return bool(own) and all(e.place.startswith("shared") for e in own)
+
     def reaches(self, other: Node) -> bool:
         """Return True if the "scope" of this one includes the thread of the other."""
         if self.event.scope == "cta":
@@ -144,6 +150,34 @@ class Graph:
                 continue
             elif (met and first.reaches(then)) or _passed(first, then):
                 self.order.add((a, b))
+            elif _looked(first, then):
+                self.order |= {(a, behind) for behind in self._acquired(a, b)}
+
+    def _acquired(self, arrival: int, wait: int) -> list[int]:
+        """The nodes behind a relaxed wait that an acquire fence orders behind the arrival: the
+        fence or, if it is restricted to shared memory, the accesses to that behind it."""
+        of_arrival, thread = self.nodes[arrival], self.nodes[wait].thread
+        behind = [n for n in range(wait, len(self.nodes)) if self.nodes[n].thread == thread]
+        found: list[int] = []
+        for n in behind:
+            fence = self.nodes[n]
+            agreed = of_arrival.reaches(fence) and fence.reaches(of_arrival)
+            if fence.event.kind != "fence" or fence.event.order not in ACQUIRE or not agreed:
+                continue
+            if not fence.event.place:
+                found.append(n)
+            else:
+                found += [m for m in behind if m > n and self.nodes[m].shared]
+        return found
+
+
+def _looked(arrival: Node, wait: Node) -> bool:
+    """Return True if a relaxed wait for a phase of an mbarrier sees a releasing arrival at it."""
+    kinds = (arrival.event.kind, wait.event.kind)
+    orders = arrival.event.order in RELEASE and wait.event.order == "relaxed"
+    return (
+        kinds == ("arrive", "wait") and orders and arrival.reaches(wait) and wait.reaches(arrival)
+    )
 
 
 def _passed(arrival: Node, wait: Node) -> bool:

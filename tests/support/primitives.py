@@ -32,6 +32,7 @@ SCOPES, ORDERS = ("cta", "cluster", "gpu", "sys"), ("relaxed", "acquire", "relea
 KINDS = {
     "cp.async.bulk.wait_group": "wait_group",
     "fence.proxy.async": "proxy_fence",
+    "fence.acquire": "fence",
     "mbarrier.arrive": "arrive",
     "mbarrier.try_wait": "wait",
     "bar": "barrier",
@@ -71,7 +72,8 @@ def without_comments(source: str) -> str:
 @cache
 def bodies() -> dict[str, str]:
     """The text of every primitive's function."""
-    source = without_comments(template_named("primitives.cuh").read_text())
+    names = ("primitives.cuh", "primitives_producer_cluster.cuh")
+    source = without_comments("".join(template_named(name).read_text() for name in names))
     starts = list(re.finditer(r"^(?:template <[^>]*> )?DEVICE [^()\n]*?(\w+)\(", source, re.M))
     ends = [start.start() for start in starts[1:]] + [len(source)]
     found: dict[str, str] = {}
@@ -102,6 +104,9 @@ def event(name: str, label: str, place: str = "", instruction: int = 0, **more: 
     scope = next((part for part in parts if part in SCOPES), "gpu")
     if kind == "barrier":
         scope = "cta"
+    if kind == "fence":
+        scope = parts[-1]
+        place = "shared" if "sync_restrict::shared::cluster" in op else ""
     if kind == "proxy_fence":
         place = "shared" if "shared" in op else "global" if "global" in parts else ""
     returns = parts[0] != "red"

@@ -202,6 +202,9 @@ template <int kPending> DEVICE void copy_async_wait(AT_LINE) { copy_async_wait(k
 DEVICE void mbarrier_wait_cluster(unsigned long long* barrier, unsigned phase, AT_LINE) {
   mbarrier_wait(barrier, phase, true, line);
 }
+DEVICE void mbarrier_wait_sums(unsigned long long* barrier, unsigned phase, AT_LINE) {
+  mbarrier_wait(barrier, phase, true, line);
+}
 DEVICE void bulk_store(float* to, const float* from, unsigned bytes, AT_LINE) {
   bulk_to_global(to, from, bytes, false, line);
 }

@@ -26,4 +26,5 @@ PROTOCOLS: dict[str, Protocol] = {
     "sums of runs": stages.RUNS,
     "stage refilled in a cluster": stages.REFILL_IN_CLUSTER,
     "row sums in a cluster": stages.ROW_SUMS,
+    "row sums in a cluster, with a producer": stages.ROW_SUMS_WITH_A_PRODUCER,
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.support.litmus import Event
-from tests.support.primitives import bulk_load, bulk_out, event, store_cluster
+from tests.support.primitives import bulk_load, bulk_out, event, instructions, store_cluster
 from tests.support.protocols.protocol import (
     Protocol,
     at_cta_scope,
@@ -147,13 +147,36 @@ RUNS = Protocol(
 )
 
 
-def row_sums(cumulative: bool) -> Protocol:
+def wait_for(primitive: str, whose: str, place: str) -> list[Event]:
+    """Return what the primitive does: a wait that acquires, or a relaxed one and a fence."""
+    events = [event(primitive, f"{whose} wait", place)]
+    if len(instructions(primitive)) > 1:
+        events.append(event(primitive, f"{whose} fence", instruction=1))
+    return events
+
+
+def row_sums(cumulative: bool, primitive: str = "mbarrier_wait_cluster") -> Protocol:
     """B gets A's sum of a batch, then sends its own of the next, and A that of the one after it.
 
     Both sums of A go to one buffer of B. A lane of B sends for its warp; another has read the sum.
     """
     met = event("warp_barrier", "barrier of the warp", "warp")
-    received = event("mbarrier_wait_cluster", "B's wait", "B batch 0")
+    received = wait_for(primitive, "B's", "B batch 0")
+    weakenings = {
+        "B waits at cta scope": at_cta_scope("B's wait"),
+        "B waits without acquire": relaxed("B's wait"),
+        "A waits at cta scope": at_cta_scope("A's wait"),
+        "A waits without acquire": relaxed("A's wait"),
+    }
+    if len(received) > 1:
+        weakenings = {
+            "B waits at cta scope": at_cta_scope("B's wait"),
+            "no fence behind B's wait": gone("B's fence"),
+            "B's fence at cta scope": at_cta_scope("B's fence"),
+            "A waits at cta scope": at_cta_scope("A's wait"),
+            "no fence behind A's wait": gone("A's fence"),
+            "A's fence at cta scope": at_cta_scope("A's fence"),
+        }
     return Protocol(
         "a row sum missed, or overwritten before it is read",
         program(
@@ -161,16 +184,16 @@ def row_sums(cumulative: bool) -> Protocol:
                 "A",
                 [
                     store_cluster("A's sum", "shared B 0", 1, "B batch 0", cumulative),
-                    event("mbarrier_wait_cluster", "A's wait", "A batch 1"),
+                    *wait_for(primitive, "A's", "A batch 1"),
                     store_cluster("A's last sum", "shared B 0", 2, "B batch 2", cumulative),
                 ],
                 cluster="cluster",
             ),
             cta(
                 "B",
-                [received, event("load_shared", "sum of A", "shared B 0"), met],
+                [*received, event("load_shared", "sum of A", "shared B 0"), met],
                 [
-                    received,
+                    *received,
                     met,
                     store_cluster("B's sum", "shared A 1", 1, "A batch 1", cumulative),
                 ],
@@ -178,13 +201,7 @@ def row_sums(cumulative: bool) -> Protocol:
             ),
         ),
         sees(sum_of_A=1),
-        {
-            "B waits at cta scope": at_cta_scope("B's wait"),
-            "B waits without acquire": relaxed("B's wait"),
-            "A waits at cta scope": at_cta_scope("A's wait"),
-            "A waits without acquire": relaxed("A's wait"),
-            "no barrier of the warp": gone("barrier of the warp"),
-        },
+        {**weakenings, "no barrier of the warp": gone("barrier of the warp")},
     )
 
 
@@ -220,3 +237,4 @@ def refill_in_cluster(cumulative: bool) -> Protocol:
 
 
 ROW_SUMS, REFILL_IN_CLUSTER = row_sums(cumulative=True), refill_in_cluster(cumulative=True)
+ROW_SUMS_WITH_A_PRODUCER = row_sums(True, "mbarrier_wait_sums")
