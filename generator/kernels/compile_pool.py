@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ProcessPoolExecutor, TimeoutError
@@ -42,8 +43,9 @@ def compile_known_good(arch: str) -> None:
 
 
 def _begin() -> None:
-    """Set up a process of the pool. That needs PyTorch only for a user's operations."""
-    end_with_parent(NICE)
+    """Set up a process of the pool. That needs PyTorch only for a user's operations. A SIGTERM that
+    reaches the whole run is for the parent: without its compilers, what it ends with takes long."""
+    end_with_parent(NICE, signal.SIG_IGN)
     if os.environ.get(OWN_OPERATIONS):
         import generator.operations  # noqa: F401
 

@@ -72,6 +72,17 @@ def test_pool_survives_a_worker_that_is_killed_while_it_compiles(pool: CompilePo
     assert pool.result(again, pool.submit(again)).cubin
 
 
+def test_a_sigterm_to_the_whole_run_leaves_the_compilers_alive(pool: CompilePool) -> None:
+    """`timeout` and batch systems send it to every process, and the run ends as its parent says."""
+    before = set(workers())
+    first, second = variants()
+    assert pool.result(first, pool.submit(first)).error == ""
+    (worker,) = set(workers()) - before
+    os.kill(worker, signal.SIGTERM)
+    assert pool.result(second, pool.submit(second)).error == ""
+    assert worker in workers()
+
+
 def without_builtins(variant: Variant, arch: str, cache: Path) -> Compiled:
     raise CompilerError("NVRTC is not whole")
 

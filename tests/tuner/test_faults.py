@@ -284,7 +284,7 @@ def test_first_signal_ends_the_run_after_the_trial_under_way(
     await_(lambda: run.answered() >= 5)
     # Terminals and batch systems send it to all processes of a run.
     for entry in run.log.read():
-        if entry.get("role") and entry["role"] != "compiler" and born(entry["pid"]):
+        if entry.get("role") and born(entry["pid"]):
             os.kill(entry["pid"], number)
     driver.join(patience(60))
     assert run.said == "interrupted"
