@@ -6,7 +6,8 @@
 
 For every shape the kernels that the two packages choose are timed in the same blocks as the floor,
 under each condition of generator/evaluate/gpu/rotation.py. Where both choose the same kernel, what
-the two times differ by is noise. The file is written after every shape; a run that was stopped goes
+the two times differ by is noise. The packages may be of two operations with the same tensors, such
+as RMSNorm's backward and the batch-invariant one, whose price this measures. The file is written after every shape; a run that was stopped goes
 on with --resume. Exit code: 1 where --seconds left shapes, 2 for bad input or without the packages'
 GPU.
 """
@@ -35,6 +36,7 @@ from generator.evaluate.gpu.rotation import CONDITIONS
 from generator.evaluate.gpu.session import Session
 from generator.evaluate.gpu.timer import Timer
 from generator.problem import Problem, load_problems
+from normforge.operations import signature_of
 from normforge.table import Kernel, Table
 
 SIDES = ("before", "after")
@@ -120,7 +122,12 @@ def run(args: argparse.Namespace) -> int:
     folders = dict(zip(SIDES, (args.before, args.module), strict=True))
     facts = {side: module_facts(folder) for side, folder in folders.items()}
     operation = operation_of_package(args.module)
-    operation_of_package(args.before, operation)
+    before = operation_of_package(args.before)
+    if signature_of(before) != signature_of(operation):
+        raise NormforgeError(
+            f"{args.before} is a package of {before}, whose tensors are not those of {operation}: "
+            "name a package of the same operation"
+        )
     tables = {folder: Table.load(folder) for folder in folders.values()}
     problems = load_problems(args.shapes, operation)
     picked = {p: {folder: chosen(table, p) for folder, table in tables.items()} for p in problems}
