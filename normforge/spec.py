@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import isqrt
+from math import gcd, isqrt
 from typing import ClassVar
 
 MAIN_KERNEL = "rmsnorm_backward"
@@ -17,6 +17,9 @@ FORWARD_KERNELS = ("rmsnorm_forward", "rmsnorm_forward_residual")
 CHUNK_ROWS = 4096
 """Rows of a chunk of a batch-invariant kernel, whose chunks are added one after another: a batch
 may be divided at multiples of it into calls that add to one dw without a change of its bits."""
+
+ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
+"""Bytes of one element of each supported dtype."""
 
 UNBOUNDED = 1 << 30
 """Multiprocessors that a grid of as many CTAs as the rows need counts on."""
@@ -48,7 +51,8 @@ class KernelSpec:
     next. batch_rows: rows of a batch, which the threads of a team work on at once; rows_per_cta:
     teams of a CTA. sms: multiprocessors the grid counts on, UNBOUNDED for as many CTAs as rows
     need; they are stored and not those of the device, so that the order of every sum is fixed, too.
-    vector_bytes: alignment that pointers and row strides need.
+    vector_bytes: alignment that pointers and row strides need; of a kernel whose `row_period` is
+    not 1 only pointers, and its rows lie one behind the other.
     offset: adds a number to the weight; residual: dtype of the residual's gradient that it adds to
     dx, "" for none. operation: also the name of the main kernel. run_rows, group_rows: of a
     batch-invariant kernel, else 0: rows that a CTA adds up at once, and rows whose runs are added
@@ -98,6 +102,17 @@ class KernelSpec:
         if self.sms == UNBOUNDED:
             return _MOST_CTAS // self.cluster
         return max(1, self.sms * self.ctas_per_sm // self.cluster)
+
+    @cached_property
+    def row_period(self) -> int:
+        """Rows after which one begins at the same place within a vector: 1 for whole vectors."""
+        whole = gcd(self.vector_bytes, self.N * ITEMSIZE[self.dtype])
+        return self.vector_bytes // whole if self.exact else 1
+
+    @cached_property
+    def grid_step(self) -> int:
+        """A grid of several rounds is a multiple of this: a team's rows all begin alike."""
+        return self.row_period // gcd(self.row_period, self.rows_per_cta)
 
     @cached_property
     def ledger_words(self) -> int:
@@ -193,8 +208,9 @@ class Launch:
 
 def plan_launch(spec: KernelSpec, M: int) -> Launch:
     """The launch of `spec` for M >= 1 rows. The first team of every CTA has a batch: a CTA that
-    arrives early does so when its first team begins its last one. Raises ValueError for more rows
-    than a batch-invariant kernel can count, and for a way to add that this library does not know.
+    arrives early does so when its first team begins its last one. Where a team has a second batch,
+    the grid is a multiple of `grid_step`. Raises ValueError for more rows than a batch-invariant
+    kernel can count, an unknown way to add, and where fewer CTAs fit than `grid_step`.
     """
     if spec.run_rows:
         if M >= _MOST_ROWS_IN_RUNS:
@@ -208,6 +224,11 @@ def plan_launch(spec: KernelSpec, M: int) -> Launch:
     participants = min(spec.participants, needed)
     if spec.even_grid:
         participants = ceil_div(needed, ceil_div(needed, spec.participants))
+    if participants < needed and spec.grid_step > 1:
+        step, fit = spec.grid_step, spec.participants
+        if fit < step:
+            raise ValueError(f"{spec.name} needs {step} CTAs at once, and {fit} fit")
+        participants = min(round_up(participants, step), fit // step * step)
     group = participants if spec.levels == 1 else isqrt(participants - 1) + 1
     groups = ceil_div(participants, group)
     partials = participants

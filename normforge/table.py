@@ -16,14 +16,12 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from .cubins import AGAIN, read_cubin
 from .older_tables import FORMAT_BEFORE, todays_spec
-from .spec import ForwardSpec, KernelSpec
+from .spec import ITEMSIZE, ForwardSpec, KernelSpec
 
 FORMAT = 5
 """Version of both tables. The one before is read, too."""
 TABLE = "table.json"
 FORWARD_TABLE = "forward.json"
-ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
-"""Bytes of one element of each supported dtype."""
 MANY_TIMES = 4
 """A kernel that was tuned for so many times the rows of a call is far from it."""
 _TARGET_FACTS = {"name", "title", "arch", "sms"}
@@ -119,13 +117,15 @@ class TableOf(Generic[S]):
         *,
         offset: bool = False,
         residual: str = "",
+        first_alignment: int | None = None,
     ) -> ChoiceOf[S]:
         """The kernel for M >= 1 rows of N columns.
 
         alignment: the power of two, in bytes, that divides the addresses and row strides of x and
         dy (of a forward: of x and the residual); weight_alignment: the same of the weight. (A
         dresidual is at MAX_ALIGNMENT.) offset, residual: as in the KernelSpec; kernels with these
-        options exist where they were tuned and nowhere else.
+        options exist where they were tuned and nowhere else. first_alignment: that of the addresses
+        alone where all rows lie one behind the other, else 1; by default `alignment`.
 
         Order: the tuned shape; the nearest tuned M at the same N and dtypes (`_distance`), unless
         M is at most `few_rows` and that is MANY_TIMES M; the fallback kernel with the widest
@@ -133,6 +133,7 @@ class TableOf(Generic[S]):
         out is passed over. The answer depends on these arguments alone: equal calls, equal bits.
         """
         shape = shape_name(M, N, dtype, weight_dtype, offset, residual)
+        first = alignment if first_alignment is None else first_alignment
         passed_over: list[str] = []
         same = [
             entry
@@ -142,7 +143,7 @@ class TableOf(Generic[S]):
         ]
         nearest: ChoiceOf[S] | None = None
         for entry in sorted(same, key=lambda entry: (_distance(entry, M), entry.M)):
-            if fault := misfit(entry.kernel.spec, N, alignment, weight_alignment):
+            if fault := misfit(entry.kernel.spec, N, alignment, weight_alignment, first):
                 passed_over.append(f"{entry.kernel.file} {fault}")
                 continue
             if entry.M == M:
@@ -269,14 +270,14 @@ def shape_name(
 
 
 def misfit(
-    spec: KernelSpec | ForwardSpec,
-    N: int,
-    alignment: int,
-    weight_alignment: int,
+    spec: KernelSpec | ForwardSpec, N: int, alignment: int, weight_alignment: int, first: int = 1
 ) -> str:
     """Return why a kernel of the right width and dtypes cannot serve a call: the rest of a sentence
-    that begins with the kernel, or "" when it can."""
+    that begins with the kernel, or "" when it can. Alignments, first: as in `choose`."""
     itemsize, vector = ITEMSIZE[spec.dtype], spec.vector_bytes
+    if isinstance(spec, KernelSpec) and spec.row_period > 1:  # it loads weights one by one
+        fault = f"needs rows one behind the other, the first at a multiple of {vector} bytes"
+        return fault if N != spec.N or first % vector else ""
     if N * itemsize % vector or alignment % vector:
         return f"needs rows at multiples of {vector} bytes"
     # The weights beside one vector of x are loaded at most 16 bytes at a time.

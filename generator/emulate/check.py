@@ -56,7 +56,8 @@ def small_launch(
     variant: Variant, M: int, participants: int = PARTICIPANTS
 ) -> tuple[KernelSpec, Launch]:
     """A launch of the variant with the grid of a GPU so small that `participants` CTAs or clusters
-    fill it."""
+    fill it, or as many as its grid is a multiple of."""
+    participants = max(participants, variant.grid_step)
     sms = participants * variant["cluster"] + variant["spare_sms"]
     spec = replace(variant.spec(sms), ctas_per_sm=1)
     return spec, plan_launch(spec, M)
@@ -68,6 +69,7 @@ def reduced_problem(
     """The problem with few rows: enough that every stage of every CTA is refilled and every team
     adds the sum of a second block to that of its first and goes on, and a last batch that is not
     full where there can be one."""
+    participants = max(participants, variant.grid_step)
     batch = variant["rows_per_cta"] * variant.batch_rows
     rest = batch // 2 + 1 if batch > 2 else 1
     rounds = max(variant["stages"] + 1, 2 * variant.block_batches + 1)

@@ -93,6 +93,7 @@ def fields_of(spec: KernelSpec | ForwardSpec) -> dict[str, int]:
         "shared_bytes": spec.smem_bytes,
         "team_threads": (spec.threads - 32 * producer) // spec.rows_per_cta,
         "producer": producer,
+        "across_rows": int(isinstance(spec, KernelSpec) and spec.row_period > 1),
         # Neighbouring threads may own neighbouring halves of a word of shared memory.
         "granule": min(4, spec.vector_bytes, weight_bytes),
     }

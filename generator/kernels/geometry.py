@@ -119,6 +119,7 @@ class Geometry(RowGeometry):
         """Partial dw of every team, in the memory of the stages once they are done; none where a
         single team stores whole float4s from its registers, or every team does."""
         alone = self.teams == 1 and self.elements % 4 == 0 and self.stores_rows
+        alone = alone and not self.shifted
         return 0 if alone or self.run_rows else self.teams * self.partial_stride * 4
 
     @property

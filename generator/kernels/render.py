@@ -58,13 +58,15 @@ def headers() -> dict[str, str]:
 
 
 @cache
-def _fragment(name: str, comments: bool, signature: Signature, producer: bool = False) -> str:
-    """A fragment by name: the file, or what its template is for a signature, and with a producer
-    warp."""
+def _fragment(
+    name: str, comments: bool, signature: Signature, producer: bool = False, shifted: bool = False
+) -> str:
+    """A fragment by name: the file, or what its template is for a signature, with a producer warp,
+    and for rows that are no whole vectors."""
     if not template_named(f"{name}.j2").exists():
         return _file(name, comments)
     template = environment(comments).get_template(f"{name}.j2")
-    return template.render(signature=signature, producer=producer)
+    return template.render(signature=signature, producer=producer, shifted=shifted)
 
 
 @cache
@@ -84,17 +86,17 @@ def environment(comments: bool = True) -> jinja2.Environment:
 
 
 def source_of(
-    comments: bool, include: bool, signature: Signature | None = None, producer: bool = False
+    comments: bool, include: bool, signature: Signature | None = None, *of: bool
 ) -> Callable[[str], str]:
     """Return the function that templates call as `source`: it takes a fragment's name, and pastes
     the text. With `include` it includes the file of that name instead, where that has the same
-    text."""
+    text. of: as of `_fragment`."""
     of_kernel = signature or signature_of(RMSNORM_BACKWARD)
 
     def source(name: str) -> str:
-        if include and _fragment(name, True, of_kernel, producer) == headers()[name]:
+        if include and _fragment(name, True, of_kernel, *of) == headers()[name]:
             return f'#include "{name}"'
-        return _fragment(name, comments, of_kernel, producer).rstrip("\n")
+        return _fragment(name, comments, of_kernel, *of).rstrip("\n")
 
     return source
 
@@ -120,8 +122,9 @@ def render(variant: Variant, *, comments: bool = True, include: bool = False) ->
     template = environment(comments).get_template(f"{variant.operation}.cu.j2")
     return template.render(
         **expressions(signature),
-        source=source_of(comments, include, signature, variant.producer),
+        source=source_of(comments, include, signature, variant.producer, variant.shifted),
         producer=variant.producer,
+        shifted=variant.shifted,
         holds_numbers=variant.holds_numbers,
         early_sums=variant.early_sums,
         signature=signature,
@@ -224,6 +227,8 @@ def _constants(v: Variant, comments: bool) -> list[str]:
         ("kBroadcastOffset", v.broadcast_offset, ""),
         ("kTilesOffset", v.tiles_offset, ""),
     ]
+    if v.shifted:
+        rows.append(("kStageRowBytes", v.stage_row_bytes, "of the vectors that a row touches"))
     if v.block_batches:
         rows.append(("kBlockBatches", v.block_batches, "batches that are added up at once"))
         rows.append(("kBlockSumsOffset", v.block_sums_offset, ""))

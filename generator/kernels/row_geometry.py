@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 from generator.errors import NormforgeError
 from generator.kernels.strategies import Strategy, strategy_of
 from generator.problem import RMSNORM_BACKWARD, ItemSizes
 from generator.target import WARP
-from normforge.spec import ceil_div
+from normforge.spec import ceil_div, round_up
+
+VECTOR = 16
+"""Bytes of the vectors of the copy engine, and of rows that are no whole vectors."""
 
 Config = Mapping[str, int | str]
 """Knob name to value, for every knob of the space."""
@@ -39,8 +43,8 @@ class RowGeometry(ItemSizes):
 
     @property
     def batch_row_bytes(self) -> int:
-        """Bytes that one CTA reads for one row: of the rows read early, and of those added."""
-        return len(self.signature.early) * self.row_bytes + self.residual_row_bytes
+        """Bytes of a stage for one row: of the rows read early, and of those added."""
+        return len(self.signature.early) * self.stage_row_bytes + self.residual_row_bytes
 
     def __getitem__(self, knob: str) -> Any:
         """Raises NormforgeError where the config has no such knob."""
@@ -132,6 +136,40 @@ class RowGeometry(ItemSizes):
         return next(size for size in (16, 8, 4, 2, 1) if self.row_bytes % size == 0)
 
     @property
+    def shifted(self) -> bool:
+        """True when rows are no whole vectors, so that they begin at any place within one."""
+        return bool(self.exact and self.row_bytes % self["vector_bytes"])
+
+    @property
+    def may_shift(self) -> bool:
+        """True for kernels that the templates have code for if rows are no whole vectors."""
+        plain = self.operation == RMSNORM_BACKWARD and not self.residual and self.exact
+        alone = self["cluster"] == 1 and self["rows_in_flight"] == 1
+        in_registers = self["weight_in"] == "registers" and self["vector_bytes"] == VECTOR
+        return bool(plain and alone and in_registers and self.producer and self.row_bytes >= VECTOR)
+
+    @property
+    def touched_columns(self) -> int:
+        """Columns from the beginning of the first vector of a row to its end, at most."""
+        if not self.shifted:
+            return self.columns
+        return self.columns + self.elements - gcd(self.elements, self.columns)
+
+    @property
+    def stage_row_bytes(self) -> int:
+        """Bytes of a stage for one CTA's part of a row of x."""
+        if not self.shifted:
+            return self.row_bytes
+        return round_up(self.touched_columns * self.itemsize, VECTOR)
+
+    @property
+    def grid_step(self) -> int:
+        """As KernelSpec.grid_step."""
+        vector = self["vector_bytes"]
+        period = vector // gcd(vector, self.row_bytes) if self.shifted else 1
+        return int(period // gcd(period, self.teams))
+
+    @property
     def elements(self) -> int:
         """Elements of x in one vector."""
         return max(1, self["vector_bytes"] // self.itemsize)
@@ -139,7 +177,7 @@ class RowGeometry(ItemSizes):
     @property
     def vectors(self) -> int:
         """Vectors of a row that one thread owns."""
-        return ceil_div(self.columns, self["threads_per_row"] * self.elements)
+        return ceil_div(self.touched_columns, self["threads_per_row"] * self.elements)
 
     @property
     def bounds_checked_vectors(self) -> int:

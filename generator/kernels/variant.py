@@ -72,7 +72,7 @@ class Variant(Geometry):
         any_row &= self.N % (cluster * self.elements) == 0
         yield cluster > 1 and not self.exact and not any_row, "a cluster and any N"
         yield self.exact and self.N % cluster != 0, "CTAs of a cluster with unequal parts of a row"
-        yield self.exact and self.columns % self.elements != 0, "rows that are no whole vectors"
+        yield self.shifted and not self.may_shift, "rows that are no whole vectors"
         ahead = self["stages"] - (self["reload"] == "smem")
         yield staged and ahead < 1, "stages that are all in use while rows are read again"
         yield per_row > WARP and self.teams > _NAMED_BARRIERS, "more teams than named barriers"
@@ -115,7 +115,16 @@ class Variant(Geometry):
         return "batch_invariant" if self.run_rows else self.strategy.determinism
 
     def spec(self, sms: int) -> KernelSpec:
-        """The facts that a launch on a GPU of `sms` multiprocessors needs."""
+        """The facts that a launch on a GPU of `sms` multiprocessors needs. Raises NormforgeError
+        where it has too few of them for rows that are no whole vectors."""
+        spec = self._spec(sms)
+        if spec.participants < spec.grid_step:
+            raise NormforgeError(
+                f"{self.id} needs {spec.grid_step} CTAs at once, and {spec.participants} fit"
+            )
+        return spec
+
+    def _spec(self, sms: int) -> KernelSpec:
         return KernelSpec(
             name=self.id,
             exact=self.exact,

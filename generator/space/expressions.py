@@ -99,6 +99,7 @@ _SMEM = (
     "run_rows",
     "group_rows",
 )
+_SHIFT = ("cluster", "pipeline", "rows_in_flight", "vector_bytes", "weight_in")
 OF_ROWS: dict[str, Derived] = {
     "threads": Derived(_CTA, lambda v, p, t: v.cta_threads),
     "columns": Derived(("cluster",), lambda v, p, t: v.columns),
@@ -147,9 +148,13 @@ IMPLIED = DERIVED | {
     "way": Derived(REDUCTION_KNOBS, lambda v, p, t: v.strategy.way),
     "bulk_adds": Derived(REDUCTION_KNOBS, lambda v, p, t: v.strategy.bulk_adds),
     "adds_early": Derived((), lambda v, p, t: may_add_early(v.operation)),
+    "shifted": Derived(("cluster", "vector_bytes"), lambda v, p, t: v.shifted),
+    "may_shift": Derived(_SHIFT, lambda v, p, t: v.may_shift),
+    "grid_step": Derived((*_SHIFT, "rows_per_cta"), lambda v, p, t: v.grid_step),
 }
-"""All names that follow from a config: the numbers, facts of its strategy, and whether the template
-of its operation can add to the sums over the rows before the row sum."""
+"""All names that follow from a config: the numbers, facts of its strategy, whether the template of
+its operation can add to the sums over the rows before the row sum, and what is about rows that are
+no whole vectors."""
 
 MOST_CHARACTERS = 1000
 _ALLOWED = (

@@ -25,12 +25,14 @@ class Copies(NamedTuple):
 
 class Layout(NamedTuple):
     """The facts that `KernelCall` needs about the arguments of a signature. strided: by the names
-    of tensors."""
+    of tensors. first_alignment: the power of two, up to MAX_ALIGNMENT, that divides the addresses
+    of x and dy where the rows of both lie one behind the other, else 1."""
 
     rows: int
     columns: int
     strided: Mapping[str, RowLayout]
     copy: Copies
+    first_alignment: int = 1
 
 
 def read_layout(given: Arguments) -> tuple[Layout, int]:
@@ -48,9 +50,11 @@ def read_layout(given: Arguments) -> tuple[Layout, int]:
         # Two ways to step through the rows; a dense tensor goes along with any.
         copy_dy, dy_rows = True, RowLayout(N)
     x_rows, dy_rows = (rows.in_steps_of(inner) or rows for rows in (x_rows, dy_rows))
+    addresses, in_a_row = 0, True
     for tensor, rows, copied in ((x, x_rows, copy_x), (dy, dy_rows, copy_dy)):
         places |= (rows.stride | rows.outer) * x.element_size()
-        places |= 0 if copied else tensor.data_ptr()
+        addresses |= 0 if copied else tensor.data_ptr()
+        in_a_row &= rows.stride == N and not rows.inner
     stride, copy_dresidual = N, False
     if dresidual is not None:
         found = row_layout(dresidual)
@@ -71,8 +75,9 @@ def read_layout(given: Arguments) -> tuple[Layout, int]:
         mean=_has_gaps(given.mean),
     )
     strided = {"x": x_rows, "dy": dy_rows, "dresidual": RowLayout(stride)}
-    layout = Layout(x.numel() // N, N, strided, copies)
-    return layout, alignment_of(places)
+    first_alignment = alignment_of(addresses) if in_a_row else 1
+    layout = Layout(x.numel() // N, N, strided, copies, first_alignment)
+    return layout, alignment_of(places | addresses)
 
 
 def _has_gaps(tensor: torch.Tensor | None) -> bool:

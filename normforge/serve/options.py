@@ -110,8 +110,9 @@ def composition(
     return None
 
 
-def may_overwrite_dy(config: Mapping[str, Any]) -> bool:
-    """Return True if a kernel that was rendered from this config may write dx over dy.
+def may_overwrite_dy(config: Mapping[str, Any], row_period: int = 1) -> bool:
+    """Return True if a kernel that was rendered from this config may write dx over dy. row_period:
+    that of its KernelSpec.
 
     It may if it reads every element of dy once and by an access that allows for writes. For what it
     writes to a row depends on all of that row, by the sum over it, so the read comes first. The
@@ -125,9 +126,11 @@ def may_overwrite_dy(config: Mapping[str, Any]) -> bool:
     - direct: it may not. Each element is loaded once, by the thread that writes it. But the loads
       are `ld.global.nc`, for memory that nobody writes, and the assembler may repeat them.
 
-    Copies under way are of later rows of the same team of threads, which no other team writes.
+    Copies under way are of later rows of the same team of threads, which no other team writes. That
+    does not hold where rows are no whole vectors: a copy brings elements of its neighbours, too. So
+    these kernels may not.
     """
-    return config.get("pipeline") in ("async", "bulk", "producer")
+    return row_period == 1 and config.get("pipeline") in ("async", "bulk", "producer")
 
 
 def _kernel_writes(dw_out: torch.Tensor, weight: torch.Tensor | None, options: Options) -> bool:

@@ -197,9 +197,10 @@ class Server:
             residual,
             alignment=alignment,
             weight_alignment=alignment_of(weight_at),
+            first_alignment=layout.first_alignment,
         )
         kernel = choice.kernel
-        over_dy = kernel is not None and may_overwrite_dy(kernel.config)
+        over_dy = kernel is not None and may_overwrite_dy(kernel.config, kernel.spec.row_period)
         composed = composition(given, options, None if kernel is None else kernel.spec, over_dy)
         if composed is not None:
             return self._composed(composed, options)

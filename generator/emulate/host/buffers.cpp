@@ -142,10 +142,20 @@ std::string place_of(const void* address) {
   return nearest ? place_in(*nearest, at) : "an unknown address";
 }
 
+namespace {
+
+bool holds_across_rows(const Buffer& b, const void* at, std::size_t bytes) {
+  if (!m.launch.across_rows || b.role != kRows || b.inner || b.pitch != b.row_bytes) return false;
+  const auto offset = static_cast<std::size_t>(static_cast<const unsigned char*>(at) - b.base);
+  return offset < b.extent && bytes <= b.extent - offset;
+}
+
+}  // namespace
+
 Buffer& checked_buffer(unsigned roles, const void* at, std::size_t bytes, const char* verb,
                        int line) {
   for (Buffer& b : m.buffers)
-    if (roles >> b.role & 1 && b.holds(at, bytes)) return b;
+    if (roles >> b.role & 1 && (b.holds(at, bytes) || holds_across_rows(b, at, bytes))) return b;
   std::string allowed;
   for (const Buffer& b : m.buffers)
     if (roles >> b.role & 1) allowed += (allowed.empty() ? "" : " or ") + b.name;

@@ -314,11 +314,12 @@ struct Mail {
 };
 
 // The numbers of one launch, as normforge/spec.py computes them. producer: whether the last warp of a
-// CTA only asks for rows, and may end before the others come to a barrier.
+// CTA only asks for rows, and may end before the others come to a barrier. across_rows: whether reads
+// may bring elements of neighbouring rows, too, where rows lie one behind the other.
 #define LAUNCH_FIELDS(F)                                                                          \
   F(grid, 0) F(threads, 0) F(cluster, 1) F(shared_bytes, 0) F(team_threads, 0) F(sum_grid, 0)     \
   F(sum_threads, 0) F(dependent, 0) F(ordered_adds, 0) F(granule, 4) F(counters, 0) F(zeroed, 0)  \
-  F(scratch, 0) F(partial_columns, 0) F(partial_stride, 0) F(producer, 0)
+  F(scratch, 0) F(partial_columns, 0) F(partial_stride, 0) F(producer, 0) F(across_rows, 0)
 struct Launch {
 #define FIELD(name, value) unsigned name = value;
   LAUNCH_FIELDS(FIELD)
