@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from generator.evaluate.gpu.evaluator import MeasuredEvaluator
 from generator.evaluate.gpu.noise import collect, noise_in
+from generator.evaluate.gpu.protocol import Candidate
 from generator.evaluate.gpu.session import Session
 from generator.evaluate.verify import accuracy
 from generator.evaluate.verify.accuracy import check_accuracy, compare
@@ -28,6 +30,7 @@ from normforge.operations import RowOperation, Signature, signature_of
 from normforge.operations.formula import evaluate
 from normforge.operations.signature import row, rows, rows_out
 from normforge.serve.reference import reference_backward
+from tests.support.fake_driver import SPEC
 
 CPU = torch.device("cpu")
 PROBLEM = Problem.parse("24x40:bf16")
@@ -93,6 +96,13 @@ def test_call_options_of_a_right_kernel_pass() -> None:
     assert check_call_options(bench(), INPUTS, SIGNATURE) == ""
 
 
+def test_packed_rows_are_not_asked_of_a_kernel_that_does_not_take_them() -> None:
+    mistake, _ = MISTAKES["packed"]
+    assert check_call_options(bench(mistake), INPUTS, SIGNATURE, packs=False) == ""
+    for N, packs in ((1024, True), (1023, False)):
+        assert Candidate(b"", replace(SPEC, N=N)).packs is packs
+
+
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_in_one_call_option_is_found_and_named(name: str) -> None:
     mistake, said = MISTAKES[name]
@@ -108,7 +118,7 @@ def test_a_mistake_in_one_call_option_is_wrong_and_not_nondeterministic(name: st
         **{"inputs": INPUTS, "cancelling": INPUTS, "bench": lambda c: bench(MISTAKES[name][0])},
         expected=RMSNORM_BACKWARD.bounds(PROBLEM, INPUTS),
     )
-    candidate = SimpleNamespace(nondeterministic=False, batch_invariant=False)
+    candidate = SimpleNamespace(nondeterministic=False, batch_invariant=False, packs=True)
     job: Any = SimpleNamespace(candidates=[candidate])
     result = session._determinism(workload, job).result
     assert result is not None
@@ -127,7 +137,7 @@ def test_a_recheck_tells_bits_and_errors_of_the_same_kernel() -> None:
             **{"inputs": INPUTS, "cancelling": INPUTS, "bench": lambda c: bench(mistake)},
             expected=RMSNORM_BACKWARD.bounds(PROBLEM, INPUTS),
         )
-        candidate = SimpleNamespace(nondeterministic=False, batch_invariant=False)
+        candidate = SimpleNamespace(nondeterministic=False, batch_invariant=False, packs=True)
         job: Any = SimpleNamespace(candidates=[candidate])
         found = session._determinism(workload, job).result, session._recheck(workload, job).result
         assert found[0] is not None

@@ -32,6 +32,11 @@ class Candidate:
         """True when the bits are those of a batch-invariant kernel, whose dw is a sum of chunks."""
         return isinstance(self.spec, KernelSpec) and self.spec.run_rows > 0
 
+    @property
+    def packs(self) -> bool:
+        """True where rows may have gaps between them."""
+        return not isinstance(self.spec, KernelSpec) or self.spec.row_period == 1
+
 
 @dataclass(frozen=True)
 class Job:

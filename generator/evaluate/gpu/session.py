@@ -148,6 +148,7 @@ class Session:
                     workload.inputs,
                     signature,
                     candidate.batch_invariant,
+                    candidate.packs,
                 )
                 if wrong:
                     return Answer(replace(result, outcome="wrong", note=wrong))

@@ -48,12 +48,16 @@ def check_repeats(
 
 
 def check_call_options(
-    bench: Bench, inputs: Any, signature: Signature, batch_invariant: bool = False
+    bench: Bench,
+    inputs: Any,
+    signature: Signature,
+    batch_invariant: bool = False,
+    packs: bool = True,
 ) -> str:
-    """Compare calls with options that any kernel accepts at run time with plain calls, bit by bit:
-    any output left out, no columns, sums as fp32 and added to an fp32 buffer, rows as the heads of
-    packed tensors. batch_invariant: sums are added to a buffer chunk by chunk (CHUNK_ROWS). Returns
-    "" or what differed."""
+    """Compare calls with options that kernels accept at run time with plain calls, bit by bit: any
+    output left out, no columns, sums as fp32 and added to an fp32 buffer, and where the kernel
+    `packs`, rows as the heads of packed tensors. batch_invariant: sums are added to a buffer chunk
+    by chunk (CHUNK_ROWS). Returns "" or what differed."""
     bench.arm()
     bench.poison()
     bench.run(inputs)
@@ -86,7 +90,7 @@ def check_call_options(
         inputs = replace(inputs, **{name: None})
         bench.run(inputs)
         fault = fault or differs(f"without {name}", *plain)
-    for heads in (32, 8, 3, 2):
+    for heads in (32, 8, 3, 2) if packs else ():
         if M % heads == 0 and gap_factor(M, heads):
             bench.poison()
             packed = {
