@@ -221,14 +221,16 @@ def plan_launch(spec: KernelSpec, M: int) -> Launch:
         needed = _units(spec, M, _whole_groups(spec, M, 1) if spec.leaves == "groups" else 0)
     else:
         needed = ceil_div(M, spec.batch_rows * spec.rows_per_cta)
-    participants = min(spec.participants, needed)
+    fit, several = spec.participants, needed > spec.participants
+    if several:
+        fit -= fit % spec.grid_step
+        if fit == 0:
+            raise ValueError(f"{spec.name} needs {spec.grid_step} CTAs at once, and fewer fit")
+    participants = min(fit, needed)
     if spec.even_grid:
-        participants = ceil_div(needed, ceil_div(needed, spec.participants))
-    if participants < needed and spec.grid_step > 1:
-        step, fit = spec.grid_step, spec.participants
-        if fit < step:
-            raise ValueError(f"{spec.name} needs {step} CTAs at once, and {fit} fit")
-        participants = min(round_up(participants, step), fit // step * step)
+        participants = ceil_div(needed, ceil_div(needed, fit))
+    if several:
+        participants = round_up(participants, spec.grid_step)
     group = participants if spec.levels == 1 else isqrt(participants - 1) + 1
     groups = ceil_div(participants, group)
     partials = participants

@@ -120,15 +120,20 @@ def test_resident_ctas_fit_an_sm_with_the_registers_that_the_rules_count_on(case
 def test_every_column_is_owned_by_exactly_one_thread_of_a_team(case: Case) -> None:
     """The owner follows the rule of `Rows::column` and `Rows::owns` in the kernel's source."""
     problem, _, v = case
-    owners: Counter[int] = Counter()
-    for rank in range(v["cluster"]):
-        first = rank * v.columns
-        for vector in range(v.vectors):
-            for thread in range(v["threads_per_row"]):
-                column = first + (vector * v["threads_per_row"] + thread) * v.elements
-                if column < first + v.columns:
-                    owners.update(range(column, column + v.elements))
-    assert owners == Counter(range(problem.N))
+    shifts = {row * problem.N % v.elements if v.shifted else 0 for row in range(v.elements)}
+    assert len(shifts) == v.spec(132).row_period
+    for shift in shifts:
+        owners: Counter[int] = Counter()
+        for rank in range(v["cluster"]):
+            first = rank * v.columns
+            for vector in range(v.vectors):
+                for thread in range(v["threads_per_row"]):
+                    column = first + (vector * v["threads_per_row"] + thread) * v.elements - shift
+                    if column < first + v.columns:
+                        owners.update(range(column, column + v.elements))
+        if v.shifted:  # the mask
+            owners = Counter({c: owners[c] for c in owners if 0 <= c < problem.N})
+        assert owners == Counter(range(problem.N))
 
 
 @settings(max_examples=100)
@@ -136,7 +141,7 @@ def test_every_column_is_owned_by_exactly_one_thread_of_a_team(case: Case) -> No
 def test_a_vector_never_crosses_the_end_of_a_row(case: Case) -> None:
     problem, _, v = case
     assert v.row_bytes * v["cluster"] == problem.N * problem.itemsize
-    assert v.row_bytes % v["vector_bytes"] == 0
+    assert v.shifted or v.row_bytes % v["vector_bytes"] == 0
     assert v["vector_bytes"] == v.elements * problem.itemsize
     assert v.partial_stride >= v.columns
     assert v.partial_stride % 4 == 0
@@ -234,7 +239,8 @@ def test_even_grid_needs_no_more_rounds_than_a_full_one(case: Case) -> None:
     assert even.participants <= full.participants
     assert ceil_div(needed, even.participants) == ceil_div(needed, full.participants)
     if even.participants > 1:
-        assert ceil_div(needed, even.participants - 1) > ceil_div(needed, full.participants)
+        fewer = even.participants - (spec.grid_step if needed > even.participants else 1)
+        assert fewer <= 0 or ceil_div(needed, fewer) > ceil_div(needed, full.participants)
 
 
 @pytest.mark.parametrize(("spare", "clusters"), [(12, 15), (28, 13)])

@@ -59,7 +59,7 @@ def test_a_grid_that_cannot_be_a_multiple_is_refused() -> None:
     spec = replace(ODD, sms=7, rows_per_cta=1)
     assert (spec.row_period, spec.grid_step, ODD.grid_step) == (8, 8, 4)
     assert plan_launch(spec, 7).grid == 7, "no team has a second row"
-    with pytest.raises(ValueError, match="odd needs 8 CTAs at once, and 7 fit"):
+    with pytest.raises(ValueError, match="odd needs 8 CTAs at once, and fewer fit"):
         plan_launch(spec, 8)
 
 
