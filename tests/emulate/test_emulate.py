@@ -259,7 +259,8 @@ def sampled(index: int) -> tuple[Problem, Variant, Layout]:
     drawn = (drawn_variant(problem, at, rng.randrange(1 << 32), **fixed) for at, fixed in tries)
     variant = next(filter(None, drawn))
     layout = Layout()
-    if rng.random() < 0.5:  # strides and bases are multiples of the vector, and no more
+    # Strides and bases are multiples of the vector, and no more.
+    if rng.random() < 0.5 and not variant.shifted:
         unit = max(1, variant["vector_bytes"] // problem.itemsize)
         unit = unit * 8 if variant["pipeline"] == "bulk" and problem.itemsize < 4 else unit * 4
         layout = Layout((unit, 3 * unit, 2 * unit), max(16, variant["vector_bytes"]))

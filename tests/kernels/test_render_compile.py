@@ -81,6 +81,9 @@ def fragments(v: Variant) -> set[str]:
     if v.signature.pairs:
         chosen |= {"pairs", "groups"}
         chosen |= {"weight_pairs"} if v.signature.columns.paired else set()
+    if v.shifted:
+        chosen -= {"rows", "rows_producer", "partial_dw", "dw_context", "weight_registers"}
+        chosen |= {"shifted", "weight_shifted"}
     if not v.signature.sums:
         chosen -= {"row_blocks", "partial_dw", "dw_output", "dw_context"}
     if "sum_partials" in chosen and v["cluster"] > 1 and not v.exact:
@@ -153,6 +156,8 @@ def test_every_fragment_is_used_by_some_variant() -> None:
         producer = replace(plain, config={**plain.config, **knobs, "row_numbers": "held"})
         source = render(producer, include=True)
         used |= {*re.findall(r'^#include "(\w+)\.cuh"', source, flags=re.M)}
+        odd = {**producer.config, "cluster": 1, "weight_in": "registers", "rows_in_flight": 1}
+        used |= fragments(replace(producer, N=1023, config=odd))
     examples = (REPOSITORY / "examples" / "own_operation").glob("*.cu.j2")
     for template in (*examples, template_named("gate.j2")):
         used |= {*re.findall(r'source\("(\w+)\.cuh"\)', template.read_text())}
