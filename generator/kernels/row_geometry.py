@@ -164,7 +164,7 @@ class RowGeometry(ItemSizes):
 
     @property
     def grid_step(self) -> int:
-        """As KernelSpec.grid_step."""
+        """Return what KernelSpec.grid_step is."""
         vector = self["vector_bytes"]
         period = vector // gcd(vector, self.row_bytes) if self.shifted else 1
         return int(period // gcd(period, self.teams))
