@@ -1,5 +1,5 @@
-"""Kernels for rows that are no whole vectors serve calls whose rows lie one behind the other from an
-aligned address on. All others get the kernels that there are for any rows."""
+"""Kernels for rows that are no whole vectors serve calls whose rows lie one behind the other,
+from an aligned address on. All others get the kernels that there are for any rows."""
 
 from __future__ import annotations
 
