@@ -224,6 +224,8 @@ def _constants(v: Variant, comments: bool) -> list[str]:
         ("kBroadcastOffset", v.broadcast_offset, ""),
         ("kTilesOffset", v.tiles_offset, ""),
     ]
+    if v.signature.scales:
+        rows.append(("kBlockColumns", v.signature.scales.block, "columns that share a scale"))
     if v.block_batches:
         rows.append(("kBlockBatches", v.block_batches, "batches that are added up at once"))
         rows.append(("kBlockSumsOffset", v.block_sums_offset, ""))

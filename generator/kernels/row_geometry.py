@@ -163,6 +163,11 @@ class RowGeometry(ItemSizes):
         return self.row_elements * self["threads_per_row"] - self.columns
 
     @property
+    def block_columns(self) -> int:
+        """Columns that share a scale of what is quantized; 1 where nothing is."""
+        return self.signature.scales.block if self.signature.scales else 1
+
+    @property
     def own_partners(self) -> bool:
         """True when a thread has both columns of a pair (kOwnPartners in pairs.cuh)."""
         alone = self["cluster"] == 1 and self.idle_columns == 0

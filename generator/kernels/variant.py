@@ -73,6 +73,10 @@ class Variant(Geometry):
         yield cluster > 1 and not self.exact and not any_row, "a cluster and any N"
         yield self.exact and self.N % cluster != 0, "CTAs of a cluster with unequal parts of a row"
         yield self.exact and self.columns % self.elements != 0, "rows that are no whole vectors"
+        block = self.block_columns
+        whole = self.exact and self.columns % block == per_row * self.elements % block == 0
+        whole &= block <= WARP * self.elements
+        yield block > 1 and not whole, f"blocks of {block} columns in parts"
         ahead = self["stages"] - (self["reload"] == "smem")
         yield staged and ahead < 1, "stages that are all in use while rows are read again"
         yield per_row > WARP and self.teams > _NAMED_BARRIERS, "more teams than named barriers"

@@ -9,10 +9,11 @@ from .gated_rmsnorm_forward import GATED_FORWARDS
 from .layernorm_backward import LAYERNORM_BACKWARD
 from .rmsnorm_add_forward import RMSNORM_ADD_FORWARD
 from .rmsnorm_backward import RMSNORM_BACKWARD
+from .rmsnorm_quantized import FORMATS, RMSNORM_FP8_FORWARD, RMSNORM_MXFP8_FORWARD
 from .rmsnorm_rope import RMSNORM_ROPE_BACKWARD, RMSNORM_ROPE_FORWARD
 from .row_operation import RowOperation
-from .signature import (
-    Signature,
+from .signature import Signature
+from .tensor import (
     added_rows,
     columns,
     copied_rows,
@@ -45,6 +46,8 @@ OPERATIONS: dict[str, RowOperation] = {
         *GATED_FORWARDS.values(),
         RMSNORM_ROPE_BACKWARD,
         RMSNORM_ROPE_FORWARD,
+        RMSNORM_FP8_FORWARD,
+        RMSNORM_MXFP8_FORWARD,
     )
 }
 """All operations by name; `register` adds a user's own."""
@@ -64,6 +67,7 @@ def signature_of(operation: str) -> Signature:
 
 
 __all__ = [
+    "FORMATS",
     "GATED",
     "GATED_BACKWARDS",
     "GATED_FORWARDS",
@@ -71,7 +75,9 @@ __all__ = [
     "OPERATIONS",
     "RMSNORM_ADD_FORWARD",
     "RMSNORM_BACKWARD",
+    "RMSNORM_FP8_FORWARD",
     "RMSNORM_INVARIANT_BACKWARD",
+    "RMSNORM_MXFP8_FORWARD",
     "RMSNORM_ROPE_BACKWARD",
     "RMSNORM_ROPE_FORWARD",
     "ROTATED",

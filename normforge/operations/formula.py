@@ -42,6 +42,22 @@ def terms_of(
     return operation.terms(**given)
 
 
+def quantize(
+    operation: RowOperation, tensors: Mapping[str, Any], y: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    """Return what an operation quantizes of its first output, and the scales, by name; nothing
+    where it does not. y: in the dtype that is computed in. Where a call's number `rounded` is not
+    0, it is rounded to that of the rows first."""
+    quantized, scales = operation.signature.quantized, operation.signature.scales
+    if operation.quantize is None or quantized is None or scales is None or y is None:
+        return {}
+    numbers = {tensor.name: tensors[tensor.name] for tensor in operation.signature.numbers}
+    if numbers.get("rounded"):
+        y = y.to(tensors[operation.signature.early[0].name].dtype)
+    made = operation.quantize(y.float(), numbers)
+    return {quantized.name: made.values, scales.name: made.scales}
+
+
 def added_to(signature: Signature, tensors: Mapping[str, Any]) -> Any:
     """The rows that a call adds to its first output, None without."""
     return next((tensors[t.name] for t in signature.late if tensors.get(t.name) is not None), None)
@@ -57,7 +73,8 @@ def evaluate(
     """The outputs of an operation by name, before they are rounded: in fp32, or in float64 for
     float64 rows. Differentiable. tensors, offset: as in `terms_of`. Numbers of a row have shape
     (..., 1). Sums over the rows have the shape of the columns, or (N,) without, and one dimension
-    more where there are several. wanted: some outputs, by default all but copies."""
+    more where there are several. What is quantized is so already. wanted: some outputs, by default
+    all but copies."""
     signature = operation.signature
     like = tensors[signature.early[0].name]
     compute = wide_dtype(like)
@@ -69,6 +86,7 @@ def evaluate(
     first, added = signature.outputs[0].name, added_to(signature, tensors)
     if added is not None and first in results:
         results[first] = results[first] + added.to(compute)
+    results |= quantize(operation, tensors, results.get(first))
     sums = signature.sums
     if sums is not None and (wanted is None or sums.name in wanted):
         columns = None if signature.columns is None else tensors.get(signature.columns.name)

@@ -30,16 +30,18 @@ from normforge.launch.kernel_arguments import (
 )
 from normforge.launch.row_layout import RowLayout, division_factor, gap_factor
 from normforge.operations import OPERATIONS, RMSNORM_BACKWARD, Signature
-from normforge.operations.signature import (
+from normforge.operations.tensor import (
     Tensor,
     added_rows,
     columns,
     copied_rows,
     group,
     number,
+    quantized,
     row,
     rows,
     rows_out,
+    scales,
     sums,
 )
 from normforge.spec import Launch
@@ -186,7 +188,8 @@ def test_a_compiler_reads_what_the_host_packs(name: str, tmp_path: Path) -> None
 @st.composite
 def signatures(draw: st.DrawFn) -> Signature:
     """Any order of 1 to 4 rows, up to 2 numbers of a row, columns, a residual, 1 to 3 outputs, up
-    to 3 sums of every column, up to 3 numbers of the call, and up to 2 tensors of groups."""
+    to 3 sums of every column, up to 3 numbers of the call, up to 2 tensors of groups, and what is
+    quantized."""
     outputs = draw(st.integers(1, 3))
     tensors = [rows(f"in_{i}") for i in range(draw(st.integers(1, 4)))]
     tensors += [rows_out(f"out_{i}", packed=draw(st.booleans())) for i in range(outputs)]
@@ -199,6 +202,7 @@ def signatures(draw: st.DrawFn) -> Signature:
         of = f"out_{draw(st.integers(0, outputs - 1))}"
         tensors += [added_rows("more", option="residual")]
         tensors += [copied_rows("wide", of, option="residual")] * draw(st.booleans())
+    tensors += [quantized("narrow"), scales("of_blocks", 32, "e8m0")] * draw(st.booleans())
     if count := draw(st.integers(0, 2)):
         tensors.append(sums("total", count=count))
     ordered = draw(st.permutations(tensors))

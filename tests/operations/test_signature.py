@@ -19,16 +19,18 @@ from normforge.operations import (
     Signature,
 )
 from normforge.operations.formula import evaluate, terms_of
-from normforge.operations.signature import (
+from normforge.operations.tensor import (
     Tensor,
     added_rows,
     columns,
     copied_rows,
     group,
+    quantized,
     row,
     row_out,
     rows,
     rows_out,
+    scales,
     sums,
 )
 
@@ -75,6 +77,23 @@ REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
         (*FINE, Tensor("r", "row", paired=True)),
         {},
         "r cannot be read in pairs: rows that are read early and columns can",
+    ),
+    "scales of nothing": ((*FINE, scales("s", 32, "e8m0")), {}, "these are of what is quantized"),
+    "no scales": ((*FINE, quantized("q")), {}, "what is quantized has scales"),
+    "two that are quantized": (
+        (*FINE, quantized("q"), quantized("p"), scales("s", 32, "e8m0")),
+        {},
+        "one tensor of quantized at most, got q and p",
+    ),
+    "scales of another kind": (
+        (*FINE, quantized("q"), scales("s", 32, "e5m2")),
+        {},
+        "s are fp32 or e8m0, of blocks of at least 16 columns, got e5m2 of 32",
+    ),
+    "scales of few columns": (
+        (*FINE, quantized("q"), scales("s", 8, "fp32")),
+        {},
+        "s are fp32 or e8m0, of blocks of at least 16 columns, got fp32 of 8",
     ),
     "no row sum": (FINE, {"row_sums": 0}, "1 to 4 row sums, got 0"),
     "too many row sums": (FINE, {"row_sums": 5}, "1 to 4 row sums, got 5"),
@@ -134,6 +153,17 @@ def test_a_signature_knows_of_pairs_of_columns() -> None:
     assert Signature(*FINE, columns("g", paired=True)).pairs
 
 
+def test_a_signature_knows_what_is_quantized() -> None:
+    eighths, their_scales = quantized("q"), scales("s", 128, "fp32")
+    signature = Signature(*FINE, eighths, their_scales)
+    assert (signature.quantized, signature.scales) == (eighths, their_scales)
+    assert signature.leading == (*FINE, eighths, their_scales)
+    assert (signature.outputs, signature.strided) == ((FINE[1],), FINE)
+    assert (eighths.cpp, their_scales.cpp) == ("unsigned char* q;", "float* s;")
+    assert scales("s", 32, "e8m0").cpp == "unsigned char* s;"
+    assert (Signature(*FINE).quantized, Signature(*FINE).scales) == (None, None)
+
+
 def test_a_signature_made_from_another_one_differs_in_what_is_said() -> None:
     before = RMSNORM_BACKWARD.signature
     assert before.counting(dw=2).column_sums == 2
@@ -173,6 +203,10 @@ UNFIT: dict[str, tuple[dict[str, Any], str]] = {
     "another order of the forward": (
         {"forward": takes("weight", "x")},
         "forward() takes weight, x, and gradients names x, weight",
+    ),
+    "something quantized without its mathematics": (
+        {"quantize": lambda y, numbers: (y, y)},
+        "quantize() is for what the signature says is quantized: give both",
     ),
     "no gradients": ({"gradients": {}}, "forward() takes x, weight, and gradients names nothing"),
 }
