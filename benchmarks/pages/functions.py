@@ -23,6 +23,7 @@ PREFIXES = {
     "layer_norm": "layernorm.",
     "gated": "gated.",
     "rope": "rope.",
+    "quantized": "quantized.",
 }
 """Modules of users, by a part of the path of what is in them."""
 Definition = ast.FunctionDef | ast.ClassDef

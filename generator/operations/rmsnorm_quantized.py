@@ -13,6 +13,7 @@ from generator.operations.operation import (
     FP32_SLACK,
     HALF_UNIT,
     Bound,
+    FrontEnd,
     Operation,
     row_slices,
 )
@@ -77,9 +78,18 @@ def _ends(
     }
 
 
+FRONT_END = FrontEnd(
+    norm="",
+    module="frontends.quantized",
+    package="QuantizedPackage",
+    functions=("explain", "operators", "rms_norm_quantized"),
+)
+
+
 def _operation(operation: RowOperation) -> Operation:
     return row_operation(
         operation,
+        FRONT_END,
         make_inputs=partial(make_inputs, operation),
         make_cancelling=lambda problem, inputs, seed=1: inputs,
         bounds=partial(bounds, operation),

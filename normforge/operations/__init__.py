@@ -35,6 +35,9 @@ GATED = tuple(o.name for some in (GATED_BACKWARDS, GATED_FORWARDS) for o in some
 ROTATED = (RMSNORM_ROPE_BACKWARD.name, RMSNORM_ROPE_FORWARD.name)
 """The operations of RMSNorm with the rotary embedding, by name."""
 
+QUANTIZED = tuple(operation.name for operation in FORMATS.values())
+"""The operations of RMSNorm that is quantized to FP8, by name."""
+
 OPERATIONS: dict[str, RowOperation] = {
     operation.name: operation
     for operation in (
@@ -46,8 +49,7 @@ OPERATIONS: dict[str, RowOperation] = {
         *GATED_FORWARDS.values(),
         RMSNORM_ROPE_BACKWARD,
         RMSNORM_ROPE_FORWARD,
-        RMSNORM_FP8_FORWARD,
-        RMSNORM_MXFP8_FORWARD,
+        *FORMATS.values(),
     )
 }
 """All operations by name; `register` adds a user's own."""
@@ -73,6 +75,7 @@ __all__ = [
     "GATED_FORWARDS",
     "LAYERNORM_BACKWARD",
     "OPERATIONS",
+    "QUANTIZED",
     "RMSNORM_ADD_FORWARD",
     "RMSNORM_BACKWARD",
     "RMSNORM_FP8_FORWARD",

@@ -13,6 +13,13 @@ import torch
 from .row_operation import RowOperation, Terms
 from .signature import Signature
 
+KINDS = {
+    "e4m3": torch.float8_e4m3fn,
+    "e8m0": torch.float8_e8m0fnu,
+    "fp32": torch.float32,
+}
+"""The dtypes of what is quantized and of scales, by their kinds."""
+
 
 def wide_dtype(x: torch.Tensor) -> torch.dtype:
     """Return the dtype that is computed in, and that a forward saves of every row."""

@@ -12,7 +12,7 @@ from ..launch.kernel_arguments import argument_layout, extent_of
 from ..launch.row_layout import RowLayout, alignment_of, dense, row_layout
 from ..launch.workspace import Workspaces
 from ..operations import RowOperation
-from ..operations.formula import added_to, evaluate, wide_dtype
+from ..operations.formula import KINDS, added_to, evaluate, wide_dtype
 from ..spec import plan_launch
 from ..table import MAX_ALIGNMENT, Choice, Table
 from ..torch_internals import (
@@ -54,7 +54,8 @@ class RowServer:
         and shape of the first input, numbers of a row as (..., 1) in fp32, sums in the dtype of the
         columns. tensors: the inputs by name, rows of shape (..., N), numbers as a float, what
         groups share as groups.py says. offset: is added to the columns in fp32. into: outputs that
-        are to be written there, by name: packed ones of the signature, of x's shape and dtype.
+        are to be written there, by name, of x's shape and dtype: packed ones of the signature, and,
+        aligned and dense, those that a call has to ask for.
         Raises TypeError or ValueError, in one sentence, for what does not fit together."""
         x = check_tensors(self.operation, tensors)
         self.count(
@@ -65,10 +66,7 @@ class RowServer:
             if not isinstance(served, str):
                 return served
             self._warn_of(served)
-        made = self._by_formula(x, tensors, offset)
-        for name, out in into.items():
-            made[name] = out.copy_(made[name])
-        return made
+        return self._by_formula(x, tensors, offset, into)
 
     def by_kernel(
         self, tensors: Tensors, offset: float = 0.0, into: Mapping[str, torch.Tensor] = _NOTHING
@@ -133,10 +131,14 @@ class RowServer:
         signature = self.operation.signature
         made = dict(into)
         for tensor in signature.outputs:
-            if tensor.name not in into:
+            if tensor.name not in into and not tensor.extra:
                 made[tensor.name] = x.new_empty(x.shape)
         for tensor in signature.row_outputs:
             made[tensor.name] = x.new_empty((*x.shape[:-1], 1), dtype=wide_dtype(x))
+        for narrow in (signature.quantized, signature.scales):
+            if narrow is not None:
+                shape = [*x.shape[:-1], x.shape[-1] // max(1, narrow.block)]
+                made[narrow.name] = x.new_empty(shape, dtype=KINDS[narrow.kind])
         if signature.sums:
             columns = self._columns_of(tensors)
             like = x if columns is None else columns
@@ -154,11 +156,15 @@ class RowServer:
         return tensors.get(columns.name) if columns else None
 
     def _by_formula(
-        self, x: torch.Tensor, tensors: Tensors, offset: float
+        self,
+        x: torch.Tensor,
+        tensors: Tensors,
+        offset: float,
+        into: Mapping[str, torch.Tensor],
     ) -> dict[str, torch.Tensor]:
         with torch.no_grad():
             found = evaluate(self.operation, tensors, offset=offset)
-            made = self.outputs(x, tensors)
+            made = self.outputs(x, tensors, into)
             copies = {copy.name: copy.copy_of for copy in self.operation.signature.copies}
             for name, out in made.items():
                 out.copy_(found[copies.get(name, name)])

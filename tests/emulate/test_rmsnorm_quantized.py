@@ -33,6 +33,7 @@ PIPELINES: dict[str, dict[str, int | str]] = {
     "walking": {"pipeline": "direct", "grid": "full", "rows_in_flight": 2},
     "bulk": {"pipeline": "bulk", "grid": "full", "stages": 2, "rows_in_flight": 2},
     "async": {"pipeline": "async", "grid": "even", "stages": 2},
+    "producer": {"pipeline": "producer", "grid": "full", "stages": 3},
     "read again": {"pipeline": "async", "grid": "full", "stages": 2, "reload": "smem"},
 }
 WITH_Y = CallOptions(extra=True)

@@ -307,6 +307,22 @@ def test_with_a_residual_the_floor_moves_its_bytes_too(
     assert torch.equal(outputs["dx" if streams == 3 else "y"], torch.zeros(12, 40).bfloat16())
 
 
+@pytest.mark.parametrize("operation", [RMSNORM_FP8_FORWARD, RMSNORM_MXFP8_FORWARD])
+def test_the_floor_of_what_is_quantized_writes_over_nothing(operation: Operation) -> None:
+    """Its output is narrower than what it reads, and y is not written."""
+    problem = problem_for(operation.name, "6x2:bf16")
+    inputs, outputs = tensors_of(operation, problem)
+    assert outputs.keys() == {"y8", "y_scales", "rstd"}
+    assert operation.traffic_bytes(problem) == 3 * problem.M * problem.N
+    before = inputs.x.clone()
+    moved = operation.floor(problem, inputs, outputs)()
+    assert isinstance(moved, torch.Tensor)
+    assert 3 * moved.numel() * 2 == operation.traffic_bytes(problem)
+    assert torch.equal(inputs.x, before) and not any(
+        o.view(torch.uint8).any() for o in outputs.values()
+    )
+
+
 def test_bytes_that_do_not_divide_are_rounded_up() -> None:
     like = tuple(torch.zeros(4, 4, dtype=torch.bfloat16) for _ in range(3))
     assert all(one is two for one, two in zip(over_bytes(96, like), like, strict=True))
