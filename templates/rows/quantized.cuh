@@ -6,6 +6,7 @@
 constexpr int kBlockLanes = kBlockColumns / kElements;
 static_assert(kBlockColumns % kElements == 0 && kBlockLanes <= 32 && kThreadsPerRow % kBlockLanes == 0,
               "the threads of a block are neighbours");
+constexpr int kRowBlocks = kRowColumns / kBlockColumns;
 static_assert(kExact && kColumns % kBlockColumns == 0, "blocks are whole");
 
 // The largest magnitude in the block; NaN if it has one. All lanes of a warp come here together: teams are

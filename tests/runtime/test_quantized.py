@@ -26,6 +26,7 @@ from normforge.frontends.quantized_node import (
 from normforge.launch.loaded_kernel import LoadedKernel
 from normforge.operations import FORMATS, RMSNORM_FP8_FORWARD
 from normforge.operations.formula import evaluate
+from normforge.operations.rmsnorm_quantized import quantize_1x128, quantize_mx
 from normforge.quantized import explain
 from normforge.serve import rows as module
 from normforge.serve.rows import RowServer
@@ -122,6 +123,23 @@ def test_via_x_s_dtype_every_bit_is_that_of_a_recipe_on_top_of_the_norm(dtype: t
         assert found[2].shape == (40, 1) and found[2].dtype == torch.float32
 
 
+@pytest.mark.parametrize("exponent", [-20, 0, 30])
+def test_scales_at_powers_of_two(exponent: int) -> None:
+    """Each block has one number; y8 is what it is divided by its scale, and 448 at most."""
+    largest = torch.tensor([447.0, 448.0, 449.0, 511.0, 512.0]) * 2.0**exponent
+    y = torch.zeros(5, 128)
+    y[:, 77] = -largest
+    y8, scales = quantize_1x128(y, power_of_two=True)
+    assert (scales[:, 0] * 2.0**-exponent).tolist() == [1.0, 1.0, 2.0, 2.0, 2.0]
+    assert y8.float()[:, 77].tolist() == [-448.0, -448.0, -224.0, -256.0, -256.0]
+    y8, scales = quantize_mx(y)
+    assert scales.float()[:, 2].tolist() == [2.0**exponent] * 4 + [2.0 ** (exponent + 1)]
+    assert y8.float()[:, 77].tolist() == [-448.0] * 4 + [-256.0]
+    assert scales.view(torch.uint8)[:, [0, 1, 3]].max() == 0
+    exact = torch.full((1, 128), 448.0 * 2.0**exponent)
+    assert quantize_1x128(exact)[1].item() == 2.0**exponent
+
+
 @each_format
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_by_default_y_is_quantized_as_it_is_in_fp32(dtype: torch.dtype, format: str) -> None:
@@ -179,6 +197,11 @@ def test_gradients_flow_through_y_as_through_the_norm(dtype: torch.dtype, format
     without = rms_norm_quantized(x, None, EPS, format=format, keep_y=True)[3]
     wanted = torch.autograd.grad(rms_norm(x, None, EPS), [x], dy)
     assert torch.equal(torch.autograd.grad(without, x, dy)[0], wanted[0])
+    given = {"format": format, "keep_y": True, "weight_offset": 1.0}
+    shifted = rms_norm_quantized(*leaves, EPS, **given)[3]
+    wanted = torch.autograd.grad(rms_norm(*leaves, EPS, weight_offset=1.0), leaves, dy)
+    found = torch.autograd.grad(shifted, leaves, dy)
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
     for one in rms_norm_quantized(*leaves, EPS, format=format):
         assert not one.requires_grad and one.grad_fn is None
 
@@ -432,4 +455,4 @@ def test_a_kernel_is_given_what_a_call_says(launched: list[Any], keep_y: bool) -
             same(found[:2], deepseek(seen, "power_of_two_scales" in options))
             assert not keep_y or torch.equal(found[3], y.bfloat16())
             assert found[2].shape == (M, 1)
-    assert len(launched) == 6
+    assert [bool(one.arguments.y) for one in launched] == [keep_y] * 6
