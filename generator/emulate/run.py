@@ -19,7 +19,8 @@ from generator.operations.operation import TORCH_DTYPE
 from normforge.launch.kernel_arguments import DW_IN_WEIGHT_DTYPE, argument_layout, extent_of
 from normforge.launch.row_layout import RowLayout
 from normforge.operations import signature_of
-from normforge.operations.signature import Signature, Tensor
+from normforge.operations.signature import Signature
+from normforge.operations.tensor import Tensor
 from normforge.spec import KernelSpec, Launch
 
 DEADLINE_SECONDS = 120.0

@@ -30,7 +30,8 @@ from normforge.launch.loaded_kernel import LoadedKernel
 from normforge.launch.row_layout import RowLayout
 from normforge.operations import RowOperation, signature_of
 from normforge.operations.formula import added_to, terms_of
-from normforge.operations.signature import Signature, Tensor
+from normforge.operations.signature import Signature
+from normforge.operations.tensor import Tensor
 from normforge.spec import KernelSpec, Launch, ceil_div, plan_launch
 
 

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-from ..operations.signature import Signature, Tensor
+from ..operations.signature import Signature
+from ..operations.tensor import Tensor
 from ..spec import Launch, ceil_div
 from .row_layout import RowLayout, division_factor, gap_factor
 

@@ -11,8 +11,8 @@ from .rmsnorm_add_forward import RMSNORM_ADD_FORWARD
 from .rmsnorm_backward import RMSNORM_BACKWARD
 from .rmsnorm_rope import RMSNORM_ROPE_BACKWARD, RMSNORM_ROPE_FORWARD
 from .row_operation import RowOperation
-from .signature import (
-    Signature,
+from .signature import Signature
+from .tensor import (
     added_rows,
     columns,
     copied_rows,

@@ -12,10 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-ROLES = ("rows", "row", "columns", "sums", "number", "group")
-"""The roles of a tensor: M rows of N elements, one fp32 number for each row, N elements that all
-rows share, sums over the rows of every column, one fp32 number that a call is given by value, or
-N / 2 numbers that the rows of a group share."""
+from .tensor import ROLES, Tensor
+
 _RESERVED = re.compile(
     "alignas|asm|auto|bool|break|case|char|class|const|continue|default|delete|do|double|"
     "else|enum|extern|false|float|for|goto|if|inline|int|long|namespace|new|operator|private|"
@@ -30,104 +28,6 @@ _RESERVED = re.compile(
     "tiles?|turn|valid|weights|weight_offset|zeroed"
 )
 """Words of C++, and names that the row kernel gives to other things."""
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """One tensor of an operation, or one number; `rows`, `row`, `columns`, `group`, `sums`,
-    `number` and their like make them.
-
-    name: by which calls, kernels, checks and reports know it. role: one of ROLES. output: whether
-    the kernel writes it. late: of rows, whether they are added to the first output only, behind the
-    row sums; they then have a dtype of their own. option: of the problem, without which there is no
-    such tensor. copy_of: the output of which this one has the same numbers in the option's dtype.
-    count: of sums, how many there are for every column. value: what the kernel calls the numbers
-    that it holds. behind: whether the address stands behind all other arguments. note: a comment
-    for the kernel's argument. paired: of rows read early and of columns, whether an element needs
-    that of the other column of its pair, too: columns i and i + N / 2 are a pair. packed: of an
-    output, whether its rows may lie as the heads of a packed tensor.
-    """
-
-    name: str
-    role: str
-    output: bool = False
-    late: bool = False
-    option: str = ""
-    copy_of: str = ""
-    count: int = 1
-    value: str = ""
-    behind: bool = False
-    note: str = ""
-    paired: bool = False
-    packed: bool = False
-
-    @property
-    def cpp(self) -> str:
-        """The declaration of the kernel's argument."""
-        if self.role == "sums":
-            return f"void* {self.name};"
-        if self.role == "group":
-            return f"const void* {self.name};"
-        if self.role == "number":
-            return f"float {self.name};"
-        kind = {"rows": "Element", "row": "float", "columns": "WeightElement"}[self.role]
-        kind = "ResidualElement" if self.late or self.copy_of else kind
-        return f"{'' if self.output else 'const '}{kind}* {self.name};"
-
-
-def rows(name: str, note: str = "", paired: bool = False) -> Tensor:
-    """M rows of N elements of the problem's dtype, read before the row sums. Their rows may lie at
-    any stride, also as the heads of a packed tensor."""
-    return Tensor(name, "rows", value=f"{name}s", note=note, paired=paired)
-
-
-def added_rows(name: str, option: str, note: str = "") -> Tensor:
-    """M rows of N elements of the option's dtype, which the kernel adds to its first output."""
-    return Tensor(name, "rows", late=True, option=option, note=note)
-
-
-def row(name: str, value: str = "", behind: bool = False) -> Tensor:
-    """One fp32 number for each row, which the forward saved."""
-    return Tensor(name, "row", value=value or f"{name}s", behind=behind)
-
-
-def row_out(name: str, note: str = "null: not wanted") -> Tensor:
-    """One fp32 number for each row, which the kernel writes, as what a backward needs."""
-    return Tensor(name, "row", output=True, note=note)
-
-
-def columns(name: str, note: str = "null: ones", paired: bool = False) -> Tensor:
-    """N numbers that all rows share, of the problem's weight dtype. Ones without them."""
-    return Tensor(name, "columns", note=note, paired=paired)
-
-
-def group(name: str, note: str = "") -> Tensor:
-    """N / 2 numbers that consecutive rows share, such as the heads of a token: one for each pair of
-    columns, i and i + N / 2. They are fp32 or of the problem's dtype, as a call says, which also
-    says how many rows share them."""
-    return Tensor(name, "group", value=f"{name}_words", note=note)
-
-
-def number(name: str) -> Tensor:
-    """One number of a call, as the eps of a norm: by value, in fp32."""
-    return Tensor(name, "number")
-
-
-def rows_out(name: str, note: str = "null: not wanted", packed: bool = False) -> Tensor:
-    """M rows of N elements of the problem's dtype, rounded once. They may lie at any stride, and
-    `packed` ones also as the heads of a packed tensor."""
-    return Tensor(name, "rows", output=True, note=note, packed=packed)
-
-
-def copied_rows(name: str, of: str, option: str, note: str = "") -> Tensor:
-    """The numbers of the output `of` in the option's dtype, where that is another one."""
-    return Tensor(name, "rows", output=True, option=option, copy_of=of, note=note)
-
-
-def sums(name: str, count: int = 1, note: str = "null: not wanted") -> Tensor:
-    """Sums over the rows: of every column `count`, the N first ones in front, of the weight's dtype
-    or fp32."""
-    return Tensor(name, "sums", output=True, count=count, note=note)
 
 
 @dataclass(frozen=True, init=False)

@@ -9,7 +9,7 @@ import torch
 
 from ..operations import RowOperation
 from ..operations.formula import wide_dtype
-from ..operations.signature import Tensor
+from ..operations.tensor import Tensor
 from .checks import FLOATS
 
 Tensors = Mapping[str, Any]

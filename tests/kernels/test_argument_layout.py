@@ -30,7 +30,7 @@ from normforge.launch.kernel_arguments import (
 )
 from normforge.launch.row_layout import RowLayout, division_factor, gap_factor
 from normforge.operations import OPERATIONS, RMSNORM_BACKWARD, Signature
-from normforge.operations.signature import (
+from normforge.operations.tensor import (
     Tensor,
     added_rows,
     columns,

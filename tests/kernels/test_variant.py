@@ -19,7 +19,7 @@ from generator.problem import Problem
 from generator.space.expressions import DERIVED
 from generator.target import Target, find_target
 from normforge.operations import OPERATIONS, RowOperation, Signature
-from normforge.operations.signature import rows, rows_out
+from normforge.operations.tensor import rows, rows_out
 from normforge.spec import UNBOUNDED, KernelSpec, Launch, ceil_div, plan_launch
 from tests.support.samples import (
     REDUCTION,

@@ -19,7 +19,7 @@ from normforge.operations import (
     Signature,
 )
 from normforge.operations.formula import evaluate, terms_of
-from normforge.operations.signature import (
+from normforge.operations.tensor import (
     Tensor,
     added_rows,
     columns,

@@ -19,7 +19,7 @@ from normforge.launch.driver import LaunchError
 from normforge.launch.loaded_kernel import LoadedKernel
 from normforge.operations import OPERATIONS, RMSNORM_ADD_FORWARD, RowOperation, Signature
 from normforge.operations.formula import evaluate
-from normforge.operations.signature import (
+from normforge.operations.tensor import (
     added_rows,
     columns,
     copied_rows,
