@@ -29,6 +29,7 @@ LAYERNORM_BACKWARD = row_operation(
             "installed",
             "layer_norm",
             "layer_norm_backward",
+            "layer_norm_forward",
             "operators",
             "patch",
             "uninstall",

@@ -23,7 +23,8 @@ class Tensor:
     that it holds. behind: whether the address stands behind all other arguments. note: a comment
     for the kernel's argument. paired: of rows read early and of columns, whether an element needs
     that of the other column of its pair, too: columns i and i + N / 2 are a pair. packed: of an
-    output, whether its rows may lie as the heads of a packed tensor.
+    output, whether its rows may lie as the heads of a packed tensor. added: of columns, whether
+    they are zeros where a call does without them, and not ones.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Tensor:
     note: str = ""
     paired: bool = False
     packed: bool = False
+    added: bool = False
 
     @property
     def cpp(self) -> str:
@@ -77,6 +79,12 @@ def row_out(name: str, note: str = "null: not wanted") -> Tensor:
 def columns(name: str, note: str = "null: ones", paired: bool = False) -> Tensor:
     """N numbers that all rows share, of the problem's weight dtype. Ones without them."""
     return Tensor(name, "columns", note=note, paired=paired)
+
+
+def added_columns(name: str, note: str = "null: zeros") -> Tensor:
+    """Columns of the weight's dtype that are added, such as the bias of a norm. Zeros without
+    them; a call's offset is not added to them."""
+    return Tensor(name, "columns", note=note, added=True)
 
 
 def group(name: str, note: str = "") -> Tensor:
