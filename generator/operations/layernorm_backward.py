@@ -37,4 +37,5 @@ LAYERNORM_BACKWARD = row_operation(
         ),
     ),
     make_inputs=partial(make_inputs, operations.LAYERNORM_BACKWARD, Inputs, centres=_CENTRES),
+    fallbacks=True,
 )

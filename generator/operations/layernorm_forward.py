@@ -33,5 +33,6 @@ LAYERNORM_FORWARD = row_operation(
         functions=("explain", "layer_norm_forward"),
     ),
     make_inputs=make_inputs,
+    fallbacks=True,
     make_cancelling=lambda problem, inputs, seed=1: inputs,
 )

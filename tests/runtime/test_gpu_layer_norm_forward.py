@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ from torch.nn import functional
 
 from generator.evaluate.verify.accuracy import compare_all
 from generator.kernels.cubin_cache import compile_variant
+from generator.kernels.nvrtc import Compiled
+from generator.kernels.variant import Variant
 from generator.operations import LAYERNORM_FORWARD
 from generator.package.emit import emit_package
 from generator.package.entries import PROVENANCE_KEYS, Entry
+from generator.package.fallback_kernels import compile_fallbacks, fallbacks_to_compile
 from generator.problem import Problem
 from generator.target import Target
 from normforge.frontends.layer_norm import LayerNormPackage
@@ -176,3 +180,51 @@ def test_layouts_streams_and_what_is_left_out(package: LayerNormPackage, shape: 
         aside = norm(x, weight, bias)
     torch.cuda.synchronize()
     assert torch.equal(aside, y)
+
+
+# ---- Rows that were not tuned --------------------------------------------------------------------
+
+
+def fallbacks(here: Target, folder: Path, operation: str) -> Path:
+    """A package with fallback kernels for bf16, and a tuned one, which a table has."""
+    problem = Problem.parse("4096x1024:bf16", operation)
+    strategy = "separate" if operation.endswith("backward") else "none"
+    variant = plain_variant(problem, here, strategy=strategy)
+    provenance = dict.fromkeys(PROVENANCE_KEYS, "known")
+    entry = Entry(problem, variant, compile_variant(variant, here.arch), "measured", provenance)
+
+    def compile(variants: list[Variant]) -> list[Compiled]:
+        return [compile_variant(one, here.arch) for one in variants]
+
+    wanted = fallbacks_to_compile("common", here, [problem], operation)
+    made = compile_fallbacks(here, compile, wanted)
+    emit_package([entry], made, here, folder / operation)
+    return folder / operation
+
+
+def test_rows_of_any_length_are_served_in_both_directions(here: Target, tmp_path: Path) -> None:
+    folder = fallbacks(here, tmp_path, "layernorm_backward")
+    fallbacks(here, tmp_path, NAME)
+    package = LayerNormPackage(folder)
+    assert package._kernels.server.missing == ""
+    for M, N in ((4099, 8), (777, 1000), (515, 3072), (130, 3080), (64, 8192)):
+        assert package.explain(M, N, "bf16")["how"] == "fallback"
+        assert package._kernels.server.explain(M, N, "bf16")["how"] == "fallback"
+        torch.manual_seed(N)
+        x, dy = (1 + torch.randn(2, M, N, device="cuda")).bfloat16()
+        given = [x, *torch.randn(2, N, device="cuda").bfloat16()]
+        given = [one.clone().requires_grad_() for one in given]
+        wide = [one.detach().double().requires_grad_() for one in given]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            y = package.layer_norm(*given, EPS)  # type: ignore[call-overload]
+            found = [y, *torch.autograd.grad(y, given, dy)]
+            again = torch.autograd.grad(package.layer_norm(*given, EPS), given, dy)  # type: ignore[call-overload]
+        exact = functional.layer_norm(wide[0], (N,), wide[1], wide[2], EPS)
+        wanted = [exact, *torch.autograd.grad(exact, wide, dy.double())]
+        theirs = functional.layer_norm(given[0], (N,), given[1], given[2], EPS)
+        bars = [theirs, *torch.autograd.grad(theirs, given, dy)]
+        for one, bar, other in zip(found, bars, wanted, strict=True):
+            error, limit = ((result.double() - other).norm() for result in (one, bar))
+            assert error <= 1.1 * limit, (M, N)
+        assert all(torch.equal(one, other) for one, other in zip(found[1:], again, strict=True))

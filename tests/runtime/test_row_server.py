@@ -243,7 +243,7 @@ def test_the_second_kernel_sums_what_the_first_one_left(serve: Any, driver: Devi
     assert (main.function, second.function) == ("blend", "sum_partials")
     plan = plan_launch(replace(WIDE, name="k"), M)
     places = (main.arguments.scratch, found["t"].data_ptr())
-    assert second.arguments == (*places, plan.partials, N, 0, plan.group)
+    assert second.arguments == (*places, plan.partials, 2 * N, 0, plan.group)
     assert (main.grid, second.grid) == (plan.grid, plan.sum_grid)
 
 
