@@ -22,6 +22,7 @@ import torch
 from .api import Package
 from .frontends.batch_invariant import BatchInvariantPackage
 from .frontends.layer_norm import LayerNormPackage
+from .frontends.layer_norm_forward import LayerNormForwardPackage
 from .frontends.layer_norm_operators import LayerNormOperators
 from .frontends.norm_add import NormAddPackage
 from .frontends.operators import Operators
@@ -239,9 +240,9 @@ def _choose(operation: str) -> NormPackage:
     if operation == "rmsnorm_backward":
         made.gated = "normforge.gated_packages"
         made.add_by(partial(source_by_gpu, NormAddPackage.operation))
-    for layer in ("RMSNorm", "LayerNorm"):
-        if hasattr(made, layer):
-            getattr(made, layer).__module__ = module  # pickle finds it there
+    if operation == "layernorm_backward":
+        made._kernels.by(partial(source_by_gpu, LayerNormForwardPackage.operation))
+    getattr(made, made._layer).__module__ = module  # pickle finds it there
     return made
 
 
@@ -262,8 +263,7 @@ def open_package(file: str, module: str, operation: str) -> Any:
             f"install one that does. It knows {', '.join((*_LIBRARY, *ROW_PACKAGES))}"
         )
     folder = Path(file).resolve().parent
-    ours = folder.parent.parent in _roots()
-    name = "/".join(folder.parts[-2:]) if ours else module
+    name = "/".join(folder.parts[-2:]) if folder.parent.parent in _roots() else module
     if _opened.setdefault((operation, name), folder) != folder:
         name = str(folder)
     return (ROW_PACKAGES.get(operation) or _LIBRARY[operation][0])(folder, name)

@@ -188,7 +188,8 @@ class RowGeometry(ItemSizes):
         shared = rows * self.row_elements * len(self.signature.groups)
         row += shared // 2 if self.own_partners else shared
         kept = self["weight_in"] == "registers"
-        weight = ceil_div(self.row_elements * self.weight_itemsize, 4) if kept else 0
+        columns = len(self.signature.all_columns) * kept
+        weight = columns * ceil_div(self.row_elements * self.weight_itemsize, 4)
         return int(self.accumulators + row + weight + 24)
 
     @property

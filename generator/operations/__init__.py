@@ -10,6 +10,7 @@ from generator.errors import NormforgeError
 from generator.operations.gated_rmsnorm_backward import GATED_BACKWARDS
 from generator.operations.gated_rmsnorm_forward import GATED_FORWARDS
 from generator.operations.layernorm_backward import LAYERNORM_BACKWARD
+from generator.operations.layernorm_forward import LAYERNORM_FORWARD
 from generator.operations.operation import Operation
 from generator.operations.own import add_operation, add_operations_of_run
 from generator.operations.rmsnorm_add_forward import RMSNORM_ADD_FORWARD
@@ -27,6 +28,7 @@ OPERATIONS = {
         RMSNORM_BACKWARD,
         RMSNORM_FORWARD,
         LAYERNORM_BACKWARD,
+        LAYERNORM_FORWARD,
         RMSNORM_INVARIANT_BACKWARD,
         RMSNORM_INVARIANT_FORWARD,
         RMSNORM_ADD_FORWARD,
@@ -67,6 +69,7 @@ __all__ = [
     "GATED_BACKWARDS",
     "GATED_FORWARDS",
     "LAYERNORM_BACKWARD",
+    "LAYERNORM_FORWARD",
     "OPERATIONS",
     "RMSNORM_ADD_FORWARD",
     "RMSNORM_BACKWARD",

@@ -6,12 +6,14 @@ from typing import Any
 
 from ..operations import GATED, QUANTIZED, ROTATED
 from .gated import GatedPackage
+from .layer_norm_forward import LayerNormForwardPackage
 from .norm_add import NormAddPackage
 from .quantized import QuantizedPackage
 from .rope import RotatedPackage
 
 ROW_PACKAGES: dict[str, Any] = {
     NormAddPackage.operation: NormAddPackage,
+    LayerNormForwardPackage.operation: LayerNormForwardPackage,
     **dict.fromkeys(GATED, GatedPackage),
     **dict.fromkeys(ROTATED, RotatedPackage),
     **dict.fromkeys(QUANTIZED, QuantizedPackage),

@@ -7,6 +7,7 @@ from dataclasses import replace
 from .gated_rmsnorm_backward import GATED_BACKWARDS
 from .gated_rmsnorm_forward import GATED_FORWARDS
 from .layernorm_backward import LAYERNORM_BACKWARD
+from .layernorm_forward import LAYERNORM_FORWARD
 from .rmsnorm_add_forward import RMSNORM_ADD_FORWARD
 from .rmsnorm_backward import RMSNORM_BACKWARD
 from .rmsnorm_quantized import FORMATS, RMSNORM_FP8_FORWARD, RMSNORM_MXFP8_FORWARD
@@ -14,6 +15,7 @@ from .rmsnorm_rope import RMSNORM_ROPE_BACKWARD, RMSNORM_ROPE_FORWARD
 from .row_operation import RowOperation
 from .signature import Signature
 from .tensor import (
+    added_columns,
     added_rows,
     columns,
     copied_rows,
@@ -43,6 +45,7 @@ OPERATIONS: dict[str, RowOperation] = {
     for operation in (
         RMSNORM_BACKWARD,
         LAYERNORM_BACKWARD,
+        LAYERNORM_FORWARD,
         RMSNORM_INVARIANT_BACKWARD,
         RMSNORM_ADD_FORWARD,
         *GATED_BACKWARDS.values(),
@@ -74,6 +77,7 @@ __all__ = [
     "GATED_BACKWARDS",
     "GATED_FORWARDS",
     "LAYERNORM_BACKWARD",
+    "LAYERNORM_FORWARD",
     "OPERATIONS",
     "QUANTIZED",
     "RMSNORM_ADD_FORWARD",
@@ -86,6 +90,7 @@ __all__ = [
     "ROTATED",
     "RowOperation",
     "Signature",
+    "added_columns",
     "added_rows",
     "columns",
     "copied_rows",

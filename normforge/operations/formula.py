@@ -30,15 +30,17 @@ def terms_of(
     operation: RowOperation, tensors: Mapping[str, Any], compute: torch.dtype, offset: float = 0.0
 ) -> Terms:
     """The terms of an operation's outputs, in the dtype `compute`. tensors: by name; rows as
-    (..., N), numbers of each row in any shape, columns without one for ones, what groups share as
-    (..., N / 2), which is repeated like any operand of PyTorch's, numbers of the call as they are.
-    offset: is added to the columns."""
+    (..., N), numbers of each row in any shape, columns without one for ones or zeros, what groups
+    share as (..., N / 2), which is repeated like any operand of PyTorch's, numbers of the call as
+    they are. offset: is added to the columns that are a factor."""
     signature = operation.signature
     shape = tensors[signature.early[0].name].shape
     given: dict[str, Any] = {}
     for tensor in signature.inputs:
         found: Any = tensors.get(tensor.name)
-        if tensor.role == "columns":
+        if tensor.added:
+            given[tensor.name] = 0.0 if found is None else found.to(compute)
+        elif tensor.role == "columns":
             given[tensor.name] = 1.0 + offset if found is None else found.to(compute) + offset
         elif tensor.role == "row":
             given[tensor.name] = found.to(compute).reshape(*shape[:-1], 1)

@@ -19,16 +19,21 @@ from .tensor import RESERVED, ROLES, Tensor
 class Signature:
     """The tensors of an operation. row_sums: sums over a row that all of its outputs need. summed:
     whether each tensor of rows goes into a row sum, so that its values have arrived before the sum
-    is known. Raises ValueError, in one sentence, for tensors that no row kernel can have."""
+    is known. later_sums: sums over a row whose terms need the row sums: none, or as many. Raises
+    ValueError, in one sentence, for tensors that no row kernel can have."""
 
     tensors: tuple[Tensor, ...]
     row_sums: int = 1
     summed: bool = False
+    later_sums: int = 0
 
-    def __init__(self, *tensors: Tensor, row_sums: int = 1, summed: bool = False) -> None:
+    def __init__(
+        self, *tensors: Tensor, row_sums: int = 1, summed: bool = False, later_sums: int = 0
+    ) -> None:
         object.__setattr__(self, "tensors", tensors)
         object.__setattr__(self, "row_sums", row_sums)
         object.__setattr__(self, "summed", summed)
+        object.__setattr__(self, "later_sums", later_sums)
         fault = next(self._faults(), None)
         if fault is not None:
             raise ValueError(fault)
@@ -50,11 +55,15 @@ class Signature:
             yield "a row kernel writes at least one tensor of rows: declare it with rows_out()"
         if self.row_sums not in (1, 2, 3, 4):
             yield f"a row kernel has 1 to 4 row sums, got {self.row_sums!r}"
+        if self.later_sums not in (0, self.row_sums):
+            yield f"a row kernel has no later sums or {self.row_sums}, got {self.later_sums!r}"
         if self.sums and self.sums.count not in (1, 2):
             yield f"{self.sums.name} counts one or two sums of a column, got {self.sums.count!r}"
         for role in ("columns", "sums", "quantized", "scales"):
-            if len(found := [t.name for t in self.tensors if t.role == role]) > 1:
+            if len(found := [t.name for t in self.tensors if t.role == role and not t.added]) > 1:
                 yield f"a row kernel has one tensor of {role} at most, got {' and '.join(found)}"
+        if len(self.all_columns) > 2 or (self.all_columns and self.columns is None):
+            yield "a row kernel adds one tensor of columns at most, to what others are a factor of"
         if odd := [t.name for t in self.tensors if t.paired and t not in self._may_be_paired]:
             yield f"{odd[0]} cannot be read in pairs: rows that are read early and columns can"
         if len({"quantized", "scales"} & {t.role for t in self.tensors}) == 1:
@@ -80,14 +89,21 @@ class Signature:
 
     def with_tensor(self, tensor: Tensor, row_sums: int) -> Signature:
         """Return the signature with one more tensor, and with so many row sums."""
-        return Signature(*self.tensors, tensor, row_sums=row_sums, summed=self.summed)
+        return Signature(
+            *(*self.tensors, tensor),
+            row_sums=row_sums,
+            summed=self.summed,
+            later_sums=self.later_sums,
+        )
 
     def counting(self, **counts: int) -> Signature:
         """Return the signature with other counts of sums for every column."""
         changed = (
             replace(tensor, count=counts.get(tensor.name, tensor.count)) for tensor in self.tensors
         )
-        return Signature(*changed, row_sums=self.row_sums, summed=self.summed)
+        return Signature(
+            *changed, row_sums=self.row_sums, summed=self.summed, later_sums=self.later_sums
+        )
 
     @cached_property
     def leading(self) -> tuple[Tensor, ...]:
@@ -150,7 +166,17 @@ class Signature:
 
     @cached_property
     def columns(self) -> Tensor | None:
-        return next((tensor for tensor in self.tensors if tensor.role == "columns"), None)
+        """The columns that a call's offset is added to: ones where it does without them."""
+        return next((tensor for tensor in self.all_columns if not tensor.added), None)
+
+    @cached_property
+    def added_columns(self) -> Tensor | None:
+        """The columns that are added: zeros where a call does without them."""
+        return next((tensor for tensor in self.all_columns if tensor.added), None)
+
+    @cached_property
+    def all_columns(self) -> tuple[Tensor, ...]:
+        return tuple(tensor for tensor in self.tensors if tensor.role == "columns")
 
     @cached_property
     def outputs(self) -> tuple[Tensor, ...]:

@@ -14,11 +14,11 @@ RESERVED = re.compile(
     "else|enum|extern|false|float|for|goto|if|inline|int|long|namespace|new|operator|private|"
     "public|register|return|self|short|signed|sizeof|static|struct|switch|template|this|"
     "throw|true|try|typedef|typename|union|unsigned|using|virtual|void|volatile|while|"
-    "advance|args|arguments|at|await|batch|batches|blocks|columns?|config|constants|count|"
-    "counters|determinism|dw_mode|elements?|empty|exists|fetch|first|first_half|from|full|gaps|group|"
-    "group_factor|heads|partner|period|period_factor|wide_groups|"
-    "[ijuw]|into|kept|knobs|last|launch|left|name|offset|operation|out|owns|packet|partial|"
-    "participants?|phase|pipeline|place|produce|rank|read|refill|release|residuals?|results|"
+    "added|added_weights|advance|args|arguments|at|await|batch|batches|blocks|columns?|config|"
+    "constants|count|counters|determinism|dw_mode|elements?|empty|exists|fetch|first|first_half|"
+    "from|full|gaps|group|group_factor|heads|partner|period|period_factor|wide_groups|"
+    "[ijuw]|into|kept|knobs|last|later_sums?|launch|left|name|offset|operation|out|owns|packet|"
+    "partial|participants?|phase|pipeline|place|produce|rank|read|refill|release|residuals?|results|"
     "rows?|row_sums?|schedule|scratch|signature|slot|smem|source|stage|start|strategy|sums?|"
     "amax|tiles?|turn|valid|weights|weight_offset|zeroed"
 )
@@ -41,7 +41,7 @@ class Tensor:
     output, whether its rows may lie as the heads of a packed tensor. extra: of an output, whether
     it is written for calls alone that ask for it. block: of scales, the columns that share one.
     kind: of what is quantized and of scales, what an element is: e4m3, fp32, or the power of two of
-    e8m0.
+    e8m0. added: of columns, whether they are zeros where a call does without them, and not ones.
     """
 
     name: str
@@ -59,6 +59,7 @@ class Tensor:
     extra: bool = False
     block: int = 0
     kind: str = ""
+    added: bool = False
 
     @property
     def cpp(self) -> str:
@@ -100,6 +101,12 @@ def row_out(name: str, note: str = "null: not wanted") -> Tensor:
 def columns(name: str, note: str = "null: ones", paired: bool = False) -> Tensor:
     """N numbers that all rows share, of the problem's weight dtype. Ones without them."""
     return Tensor(name, "columns", note=note, paired=paired)
+
+
+def added_columns(name: str, note: str = "null: zeros") -> Tensor:
+    """Columns of the weight's dtype that are added, such as the bias of a norm. Zeros without
+    them; a call's offset is not added to them."""
+    return Tensor(name, "columns", note=note, added=True)
 
 
 def group(name: str, note: str = "") -> Tensor:

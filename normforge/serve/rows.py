@@ -4,6 +4,8 @@ or its formula."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -15,13 +17,7 @@ from ..operations import RowOperation
 from ..operations.formula import KINDS, added_to, evaluate, wide_dtype
 from ..spec import plan_launch
 from ..table import MAX_ALIGNMENT, Choice, Table
-from ..torch_internals import (
-    current_device,
-    empty_strided,
-    is_capturing,
-    raw_stream,
-    resolved,
-)
+from ..torch_internals import current_device, empty_strided, is_capturing, raw_stream, resolved
 from .checks import foreign_device
 from .collect import collecting
 from .groups import matrices_of_groups
@@ -151,9 +147,9 @@ class RowServer:
         return made
 
     def _columns_of(self, tensors: Tensors) -> torch.Tensor | None:
-        """Return the tensor that all rows share, if there is one."""
-        columns = self.operation.signature.columns
-        return tensors.get(columns.name) if columns else None
+        """Return a tensor that all rows share, if there is one: all such have its dtype."""
+        found = (tensors.get(tensor.name) for tensor in self.operation.signature.all_columns)
+        return next((columns for columns in found if columns is not None), None)
 
     def _by_formula(
         self,
@@ -191,9 +187,11 @@ class RowServer:
         kernels = self._source(x.device.index)
         choice = self._choose(kernels.backward, x, {**given, **in_place}, layouts, offset != 0)
         if choice.kernel is None and offset and signature.columns:
-            columns = self._columns_of(given)
-            ones = x.new_ones(N, dtype=torch.float32) if columns is None else columns.float()
-            return self._by_kernel(x, given | {signature.columns.name: ones + offset}, 0.0, into)
+            present = (t.name for t in signature.all_columns if t.name in given)
+            wide = {name: given[name].float() for name in present}
+            weight = wide.get(signature.columns.name, x.new_ones(N, dtype=torch.float32))
+            wide[signature.columns.name] = weight + offset
+            return self._by_kernel(x, given | wide, 0.0, into)
         if choice.kernel is None:
             return choice.reason
         loaded = kernels.loaded.get(choice.kernel)
@@ -266,6 +264,7 @@ class RowServer:
             at = layouts[name]
             places |= given[name].data_ptr() | (at.stride | at.outer) * given[name].element_size()
         columns = self._columns_of(given)
+        shared = [given[t.name].data_ptr() for t in signature.all_columns if t.name in given]
         added = added_to(signature, given)
         names = [DTYPES.get(t.dtype, "") for t in (x, x if columns is None else columns)]
         return table.choose(
@@ -276,7 +275,7 @@ class RowServer:
             offset=offset,
             residual="" if added is None else DTYPES.get(added.dtype, "none"),
             alignment=alignment_of(places),
-            weight_alignment=MAX_ALIGNMENT if columns is None else alignment_of(columns.data_ptr()),
+            weight_alignment=alignment_of(reduce(or_, shared, 0)),
         )
 
     def _launch(self, call: KnownCall, tensors: Tensors) -> None:

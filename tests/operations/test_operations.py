@@ -21,6 +21,7 @@ from generator.operations import (
     GATED_BACKWARDS,
     GATED_FORWARDS,
     LAYERNORM_BACKWARD,
+    LAYERNORM_FORWARD,
     OPERATIONS,
     RMSNORM_ADD_FORWARD,
     RMSNORM_BACKWARD,
@@ -84,6 +85,12 @@ def exact(operation: Operation, inputs: Any) -> dict[str, torch.Tensor]:
         return dict(zip(("dx", "dw"), found, strict=False))
     if operation is LAYERNORM_BACKWARD:
         return layer_norm(inputs)
+    if operation is LAYERNORM_FORWARD:
+        x, weight, bias = (one.double() for one in (inputs.x, inputs.weight, inputs.bias))
+        given = (x, x.shape[1:], weight + inputs.offset, bias, inputs.eps)
+        y, mean, rstd = torch.ops.aten.native_layer_norm(*given)
+        statistics = {"mean": mean.flatten().float(), "rstd": rstd.flatten().float()}
+        return {"y": y.to(inputs.x.dtype), **statistics}
     if operation in (RMSNORM_ROPE_BACKWARD, RMSNORM_ROPE_FORWARD):
         return rope(operation, inputs)
     if operation in GATED_BACKWARDS:

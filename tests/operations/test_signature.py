@@ -21,6 +21,7 @@ from normforge.operations import (
 from normforge.operations.formula import evaluate, terms_of
 from normforge.operations.tensor import (
     Tensor,
+    added_columns,
     added_rows,
     columns,
     copied_rows,
@@ -67,6 +68,21 @@ REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
         (*FINE, columns("g"), columns("h")),
         {},
         "one tensor of columns at most, got g and h",
+    ),
+    "two columns that are added": (
+        (*FINE, columns("g"), added_columns("h"), added_columns("k")),
+        {},
+        "adds one tensor of columns at most",
+    ),
+    "columns that are added alone": (
+        (*FINE, added_columns("h")),
+        {},
+        "adds one tensor of columns at most, to what others are a factor of",
+    ),
+    "fewer later sums": (
+        FINE,
+        {"row_sums": 2, "later_sums": 1},
+        "no later sums or 2, got 1",
     ),
     "two that are added": (
         (*FINE, added_rows("b", "residual"), added_rows("c", "residual")),
@@ -140,6 +156,20 @@ def test_tensors_are_found_by_what_kernels_do_with_them() -> None:
         signature["z"]
     assert (signature.groups, signature.paired, signature.pairs) == ((), (), False)
     assert Signature(*FINE).column_sums == 0
+
+
+def test_columns_that_are_added_are_zeros_where_a_call_has_none() -> None:
+    signature = operations.LAYERNORM_FORWARD.signature
+    weight, bias = signature["weight"], signature["bias"]
+    assert (signature.columns, signature.added_columns) == (weight, bias)
+    assert signature.all_columns == (weight, bias)
+    x = torch.randn(M, N, dtype=torch.float64)
+    given = {"x": x, "eps": 1e-5, "weight": None, "bias": None}
+    plain = evaluate(operations.LAYERNORM_FORWARD, given)["y"]
+    torch.testing.assert_close(plain, torch.nn.functional.layer_norm(x, (N,)))
+    b = torch.randn(N, dtype=torch.float64)
+    found = evaluate(operations.LAYERNORM_FORWARD, {**given, "bias": b}, offset=0.5)["y"]
+    torch.testing.assert_close(found, 1.5 * plain + b)
 
 
 def test_a_signature_knows_of_pairs_of_columns() -> None:
