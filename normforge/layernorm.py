@@ -30,7 +30,8 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from .frontends.layer_norm import LayerNorm, LayerNormPackage
+    from .frontends.layer_norm import LayerNormPackage
+    from .frontends.layer_norm_module import LayerNorm
 
     _package = LayerNormPackage(Path())
     PROVENANCE = _package.provenance

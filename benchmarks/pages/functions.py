@@ -21,6 +21,7 @@ TITLES = {"Args": "Arguments", "Returns": "Returns", "Raises": "Raises"}
 PREFIXES = {
     "batch_invariant": "batch_invariant.",
     "layer_norm": "layernorm.",
+    "layer_norm_module": "layernorm.",
     "gated": "gated.",
     "rope": "rope.",
     "quantized": "quantized.",

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, overload
+from typing import Any, overload
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -27,9 +27,9 @@ from ..torch_internals import (
 from .differentiable import is_foreign
 from .dtensor import is_dtensor
 from .layer_norm_forward import LayerNormKernels, layer_norm_forward
+from .layer_norm_module import LayerNorm
 from .layer_norm_operators import LayerNormOperators, eager_layer_norm, layer_norm_node
 from .layer_norm_routes import LAYER_NORM, dw_and_db, layer_norm_aten_call
-from .module import flat, like
 from .package import NormPackage
 from .patch import ALREADY, REMADE, ModuleForward, replace_forwards
 from .tried import is_layer_norm
@@ -264,29 +264,3 @@ class LayerNormPackage(NormPackage):
             return self._patched_forward if is_layer_norm(module) else other
 
         return replace_forwards(model, self._layer, forward_for)
-
-
-class LayerNorm(torch.nn.LayerNorm):
-    """torch.nn.LayerNorm, with its arguments and its state dict, whose backward is this package's.
-    The result has x's dtype. Takes a residual, as `layer_norm` does."""
-
-    _package: ClassVar[LayerNormPackage]
-    """Every package has a subclass of this class."""
-
-    def forward(self, input: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-        shape = self.normalized_shape
-        rows, other, weight, bias = flat(shape, input, residual, self.weight, self.bias)
-        y = self._package.layer_norm(rows, weight, bias, self.eps, residual=other)
-        return like(input, y, shape)
-
-    if TYPE_CHECKING:
-
-        @overload
-        def __call__(self, input: torch.Tensor, residual: None = None) -> torch.Tensor: ...
-
-        @overload
-        def __call__(
-            self, input: torch.Tensor, residual: torch.Tensor
-        ) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-        def __call__(self, *given: Any, **named: Any) -> Any: ...
