@@ -228,7 +228,8 @@ def make_backend(operators: NormOperators, **inductor_configs: Any) -> Callable[
                 route_graph(graph, operators).tell(operators)
 
             def uuid(self) -> bytes:
-                return get_hash_for_files(_FILES, asks_for)
+                adds = getattr(getattr(operators, "norm_and_add", None), "missing", "")
+                return get_hash_for_files(_FILES, asks_for + adds)
 
         asked = dict(list_mode_options(mode or "default"))
         asked |= {name.replace("-", "_"): value for name, value in (options or {}).items()}
