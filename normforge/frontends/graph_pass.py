@@ -23,6 +23,7 @@ from torch.fx import GraphModule, Node
 
 from .additions import fold_additions
 from .decomposed import replace_decomposed
+from .layouts import ask_for_layouts
 from .library import VERSION, namespace
 from .operators import NormOperators, Operators
 from .routes import MARK, getitems, is_tiny
@@ -226,6 +227,7 @@ def make_backend(operators: NormOperators, **inductor_configs: Any) -> Callable[
         class RouteNorms(CustomGraphPass):
             def __call__(self, graph: torch.fx.Graph) -> None:
                 route_graph(graph, operators).tell(operators)
+                ask_for_layouts(graph, operators)
 
             def uuid(self) -> bytes:
                 adds = getattr(getattr(operators, "norm_and_add", None), "missing", "")
