@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
@@ -18,6 +19,8 @@ from .frontends.operators import Operators
 from .frontends.package import NormPackage
 from .frontends.patch import patch, unpatch
 from .frontends.rms_norm import Norm
+from .frontends.rope_patch import ATTENTION
+from .frontends.rope_patch import fuse as fuse_heads
 from .serve.checks import dtype_name
 from .serve.forward import Forward
 from .serve.kernels import Source
@@ -25,6 +28,8 @@ from .serve.options import Arguments, Options
 from .serve.reference import Results
 from .table import Kernel
 from .torch_internals import raw_stream, watched
+
+_log = logging.getLogger(__name__)
 
 
 class Package(NormPackage):
@@ -36,6 +41,8 @@ class Package(NormPackage):
     """The module of the batch-invariant package for the same GPU; "" for the one beside this."""
     gated: str = ""
     """The module with the functions of gated norms, which `patch` serves, too; "" for none."""
+    rotated: str = ""
+    """The module with `rms_norm_rope`, which `patch` fuses attention with; "" for none."""
     _forward_class: ClassVar[type[Forward]] = Forward
     _norm_class: ClassVar[type[Norm]] = Norm
 
@@ -162,7 +169,9 @@ class Package(NormPackage):
             register_sharding(*self.ops.all)
         return super()._serve(given, options)
 
-    def patch(self, model: torch.nn.Module, casting: str | None = None) -> list[str]:
+    def patch(
+        self, model: torch.nn.Module, casting: str | None = None, *, fuse: bool = False
+    ) -> list[str]:
         """Serve the norms of a model with norm classes of its own, such as Hugging Face's Llama,
         Qwen and Gemma; and those gated norms, as in Qwen3-Next, that a package of `normforge.gated`
         has kernels for. `unpatch(model)` undoes it.
@@ -171,19 +180,31 @@ class Package(NormPackage):
             model: any module, on any device, including the meta device.
             casting: what the norms compute: "torch", "gemma" or "llama" (docs/adopting.md); None to
                 detect it.
+            fuse: let `rms_norm_rope` serve attention that normalizes its queries and keys and
+                rotates them, as in Qwen 3 and Gemma 3 of Hugging Face, where it has kernels.
 
         Returns:
-            The names of the norms that are now served.
+            The names of the norms that are now served, and of the attention modules with `fuse`.
         """
         names = patch(self._norm, model, casting)
+        if fuse:
+            names += self._fuse(model, casting)
+        else:
+            unpatch(model, ATTENTION)
         if not self.gated:
             log_left(model, "only normforge.gated.patch serves them beside this package")
             return names
         return names + import_module(self.gated).functions.patch_tuned(model)
 
+    def _fuse(self, model: torch.nn.Module, casting: str | None) -> list[str]:
+        if not self.rotated:
+            _log.warning("patch fuses nothing: only normforge.patch has rms_norm_rope beside it")
+            return []
+        return fuse_heads(import_module(self.rotated).functions, model, casting)
+
     def unpatch(self, model: torch.nn.Module) -> list[str]:
-        """Restore the forwards that `patch` replaced. Returns the names of these norms."""
-        names = super().unpatch(model)
+        """Restore the forwards that `patch` replaced. Returns the names of these modules."""
+        names = super().unpatch(model) + unpatch(model, ATTENTION)
         return names + unpatch(model, "RMSNormGated") if self.gated else names
 
     def use_native(self) -> None:

@@ -237,10 +237,12 @@ def _patched(kind: Any, norm: str, forward: ModuleForward) -> type:
     defaults."""
     original: Any = getattr(kind, _ORIGINAL, kind)
     _, *given = inspect.signature(original.forward).parameters.values()
-    names = ", ".join(one.name for one in given)
+    kinds = inspect.Parameter
+    stars: dict[Any, str] = {kinds.VAR_POSITIONAL: "*", kinds.VAR_KEYWORD: "**"}
+    names = ", ".join(stars.get(one.kind, "") + one.name for one in given)
     scope: dict[str, Any] = {"served": forward}
     exec(f"def forward(self, {names}):\n    return served(self, {names})", scope)
-    defaults = (one.default for one in given if one.default is not inspect.Parameter.empty)
+    defaults = (one.default for one in given if one.default is not kinds.empty)
     scope["forward"].__defaults__ = tuple(defaults)
 
     def reduce(self: Any, protocol: Any) -> Any:
