@@ -42,7 +42,7 @@ class Package(NormPackage):
     gated: str = ""
     """The module with the functions of gated norms, which `patch` serves, too; "" for none."""
     rotated: str = ""
-    """The module with `rms_norm_rope`, which `patch` fuses attention with; "" for none."""
+    """The module with `rms_norm_rope`; "" for none."""
     _forward_class: ClassVar[type[Forward]] = Forward
     _norm_class: ClassVar[type[Norm]] = Norm
 
@@ -50,6 +50,7 @@ class Package(NormPackage):
         super().__init__(of, name)
         self._forward = self._forward_class(self._source)
         self.ops = Operators(self.name, self._forward, self._run, self._quick)
+        self.ops.invariant = self._invariant
         self._norm = self._norm_class(self, self._forward, self.ops)
         self.rms_norm = self._norm.rms_norm
         self.rmsnorm_forward = self._norm.rmsnorm_forward
@@ -187,10 +188,8 @@ class Package(NormPackage):
             The names of the norms that are now served, and of the attention modules with `fuse`.
         """
         names = patch(self._norm, model, casting)
-        if fuse:
-            names += self._fuse(model, casting)
-        else:
-            unpatch(model, ATTENTION)
+        unpatch(model, ATTENTION)
+        names += self._fuse(model, casting) if fuse else []
         if not self.gated:
             log_left(model, "only normforge.gated.patch serves them beside this package")
             return names

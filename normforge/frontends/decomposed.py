@@ -8,14 +8,22 @@ each: `x.float()` and `x.to(torch.float32)`, `w * y` and `y * w`, with and witho
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 
-from .graph_values import are_alike, fake_value, in_one_place, order_in_memory, same_size, value_of
+from .graph_values import (
+    VALUES,
+    are_alike,
+    fake_value,
+    in_one_place,
+    order_in_memory,
+    same_size,
+    value_of,
+)
 from .routes import MARK
 
 _aten = torch.ops.aten
@@ -52,9 +60,11 @@ class _Norm(NamedTuple):
     order: tuple[int, ...]
 
 
-def replace_decomposed(graph: torch.fx.Graph, operators: Any) -> int:
+def replace_decomposed(
+    graph: torch.fx.Graph, operators: Any, is_routed: Callable[..., bool] | None = None
+) -> int:
     """Replace norms over the last dimension that a graph writes out by the operator. Returns how
-    many.
+    many. is_routed: as Worth, of those that are to be replaced; None for all.
 
     x is in bf16, fp16 or fp32, everything up to xhat in fp32, and the result in x's dtype. The
     weight may be missing, and may have a number added to it in fp32. A cast of xhat to x's dtype
@@ -65,7 +75,10 @@ def replace_decomposed(graph: torch.fx.Graph, operators: Any) -> int:
     replaced = 0
     for node in list(graph.nodes):
         found = _read(node) if _kind(node) == "rsqrt" else None
-        if found is not None:
+        if found is None:
+            continue
+        x, weight, _, offset, nodes, _ = found
+        if is_routed is None or is_routed(x, weight, offset, nodes, nodes[-1]):
             _replace(graph, found, operators)
             replaced += 1
     if replaced:
@@ -75,8 +88,7 @@ def replace_decomposed(graph: torch.fx.Graph, operators: Any) -> int:
 
 def _replace(graph: torch.fx.Graph, norm: _Norm, operators: Any) -> None:
     rms_norm, last = operators.rms_norm, norm.nodes[-1]
-    values = ("val", "example_value", "tensor_meta")
-    meta = {key: known for key, known in last.meta.items() if key not in values}
+    meta = {key: known for key, known in last.meta.items() if key not in VALUES}
     moved = norm.order != tuple(range(len(norm.order)))  # its result would be contiguous
 
     def call(target: Any, *arguments: Any) -> Node:

@@ -4,6 +4,7 @@ here fixes a symbol."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from itertools import permutations
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch.fx import Node
 _PLACE = ("custom", "recompute", "ac_graph_id", "partitioner_tag")
 """Keys that other passes and users write into meta, to say on which stream, in which region and in
 which half of a step a node runs, and whether it runs again in the backward."""
+VALUES = ("val", "example_value", "tensor_meta")
+"""Keys of what tracing knows about a node's result."""
 _MOST_DIMENSIONS = 5
 """There are 24 orders of so many, of which the last stays."""
 
@@ -22,6 +25,11 @@ def value_of(node: Any) -> Any:
     if not isinstance(node, Node):
         return None
     return node.meta.get("val", node.meta.get("example_value"))
+
+
+def fake_mode_of(value: Any) -> Any:
+    """Return the mode of a fake tensor, as a context; an empty one for others."""
+    return getattr(value, "fake_mode", None) or nullcontext()
 
 
 def in_one_place(nodes: Iterable[Node]) -> bool:
