@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
@@ -12,6 +11,8 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from .frontends.dtensor import register_sharding
+from .frontends.fused_patch import fuse as fuse_norms
+from .frontends.fused_patch import unfuse
 from .frontends.gated_patch import log_left
 from .frontends.module import RMSNorm
 from .frontends.norm_add import NormAndAdd
@@ -19,8 +20,6 @@ from .frontends.operators import Operators
 from .frontends.package import NormPackage
 from .frontends.patch import patch, unpatch
 from .frontends.rms_norm import Norm
-from .frontends.rope_patch import ATTENTION
-from .frontends.rope_patch import fuse as fuse_heads
 from .serve.checks import dtype_name
 from .serve.forward import Forward
 from .serve.kernels import Source
@@ -28,8 +27,6 @@ from .serve.options import Arguments, Options
 from .serve.reference import Results
 from .table import Kernel
 from .torch_internals import raw_stream, watched
-
-_log = logging.getLogger(__name__)
 
 
 class Package(NormPackage):
@@ -181,29 +178,24 @@ class Package(NormPackage):
             model: any module, on any device, including the meta device.
             casting: what the norms compute: "torch", "gemma" or "llama" (docs/adopting.md); None to
                 detect it.
-            fuse: let `rms_norm_rope` serve attention that normalizes its queries and keys and
-                rotates them, as in Qwen 3 and Gemma 3 of Hugging Face, where it has kernels.
+            fuse: where there are kernels, let `rms_norm_rope` serve attention that normalizes its
+                queries and keys and rotates them, as in Qwen 3 and Gemma 3 of Hugging Face, and
+                `rms_norm` with `add` layers that add results of norms, as in OLMo 2 and Gemma.
 
         Returns:
-            The names of the norms that are now served, and of the attention modules with `fuse`.
+            The names of the norms that are now served, and with `fuse` of those modules.
         """
         names = patch(self._norm, model, casting)
-        unpatch(model, ATTENTION)
-        names += self._fuse(model, casting) if fuse else []
+        unfuse(model)
+        names += fuse_norms(self._norm, self.rotated, model, casting) if fuse else []
         if not self.gated:
             log_left(model, "only normforge.gated.patch serves them beside this package")
             return names
         return names + import_module(self.gated).functions.patch_tuned(model)
 
-    def _fuse(self, model: torch.nn.Module, casting: str | None) -> list[str]:
-        if not self.rotated:
-            _log.warning("patch fuses nothing: only normforge.patch has rms_norm_rope beside it")
-            return []
-        return fuse_heads(import_module(self.rotated).functions, model, casting)
-
     def unpatch(self, model: torch.nn.Module) -> list[str]:
         """Restore the forwards that `patch` replaced. Returns the names of these modules."""
-        names = super().unpatch(model) + unpatch(model, ATTENTION)
+        names = super().unpatch(model) + unfuse(model)
         return names + unpatch(model, "RMSNormGated") if self.gated else names
 
     def use_native(self) -> None:

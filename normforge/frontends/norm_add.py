@@ -68,7 +68,7 @@ class NormAndAdd:
 
     def serves(self, x: torch.Tensor, weight: torch.Tensor | None, offset: bool) -> bool:
         """Return True if there is a kernel for rows like x, which may be a fake of sizes that
-        tracing does not know, or one without the offset for the sum of weight and offset."""
+        tracing does not know."""
         scale = x if weight is None else weight
         width, dtype = x.shape[-1], DTYPES.get(x.dtype, "")
         served = x.is_cuda and dtype and scale.dtype in DTYPES and not self.missing
@@ -76,8 +76,13 @@ class NormAndAdd:
             return False
         known = all(isinstance(size, int) for size in x.shape)
         count = x.shape[:-1].numel() if known else _MANY
-        asked = [(DTYPES[scale.dtype], offset), *[("fp32", False)] * offset]
-        found = (self.server.explain(max(1, count), width, dtype, *one) for one in asked)
+        return self.has_kernel(max(1, count), width, dtype, DTYPES[scale.dtype], offset)
+
+    def has_kernel(self, M: int, N: int, dtype: str, weight_dtype: str, offset: bool) -> bool:
+        """Return True if there is a kernel for M rows of N columns of these dtypes, or one without
+        the offset for the sum of weight and offset."""
+        asked = [(weight_dtype, offset), *[("fp32", False)] * offset]
+        found = (self.server.explain(M, N, dtype, *one) for one in asked)
         return any(one["kernel"] is not None for one in found)
 
     def count(self, x: torch.Tensor, weight: torch.Tensor | None, offset: float) -> None:

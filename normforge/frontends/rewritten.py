@@ -6,7 +6,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import FunctionType
 from typing import Any
 
@@ -41,6 +41,52 @@ class _Heads(ast.NodeTransformer):
                 node.func = ast.copy_location(ast.Name(SERVED, ast.Load()), node)
                 node.args.insert(0, ast.copy_location(ast.Name("self", ast.Load()), node))
         return node
+
+
+class _Sums(ast.NodeTransformer):
+    """Joins `h = self.norm(y)` and `h = r + h` behind it into a call of another function, of the
+    norm, y and r."""
+
+    def __init__(self, only: Collection[str] | None) -> None:
+        self.norms, self._only = list[str](), only
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        body = list[ast.stmt]()
+        for statement in node.body:
+            joined = self._joined(body[-1], statement) if body else None
+            body[-1:] = [body[-1] if joined is None else joined] if body else []
+            body += [statement] if joined is None else []
+        node.body = body
+        return node
+
+    def _joined(self, first: ast.stmt, second: ast.stmt) -> ast.stmt | None:
+        match first, second:
+            case (
+                ast.Assign(
+                    targets=[ast.Name(id=one)],
+                    value=ast.Call(
+                        func=ast.Attribute(value=ast.Name(id="self"), attr=name) as norm,
+                        args=[rows],
+                        keywords=[],
+                    ),
+                ),
+                ast.Assign(
+                    targets=[ast.Name(id=two)],
+                    value=ast.BinOp(
+                        left=ast.Name() as left, op=ast.Add(), right=ast.Name() as right
+                    ),
+                ),
+            ) if (
+                one == two
+                and (left.id == one) != (right.id == one)
+                and (self._only is None or name in self._only)
+            ):
+                stream = left if right.id == one else right
+                served = ast.copy_location(ast.Name(SERVED, ast.Load()), second)
+                call = ast.Call(served, [norm, rows, stream], [])
+                self.norms.append(name)
+                return ast.copy_location(ast.Assign(second.targets, call), second)
+        return None
 
 
 def of_class(kind: Any) -> ast.FunctionDef | None:
@@ -79,6 +125,14 @@ def heads_rotated(made: ast.FunctionDef) -> bool:
     found = _Heads()
     found.visit(made)
     return sorted(found.norms) == ["k_norm", "q_norm"] and found.turns == 1
+
+
+def sums_joined(made: ast.FunctionDef, only: Collection[str] | None = None) -> tuple[str, ...]:
+    """Rewrite the forward of a layer. Return the names of the modules whose results are added to
+    something at once. only: those that may be named."""
+    found = _Sums(only)
+    found.visit(made)
+    return tuple(found.norms)
 
 
 def compiled(kind: Any, made: ast.FunctionDef, served: Forward) -> Forward:

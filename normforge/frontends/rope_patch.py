@@ -13,7 +13,7 @@ import torch
 from ..operations import RMSNORM_ROPE_BACKWARD, RMSNORM_ROPE_FORWARD
 from ..serve.options import DTYPES
 from . import rewritten
-from .patch import REMADE, ModuleForward, replace_forwards
+from .patch import ORIGINAL, REMADE, ModuleForward, replace_forwards
 from .rope import RotatedFunctions
 from .tried import UNTRIED, alike, are_close, eps_of, evenly, formula_of, results_of, with_its_dtype
 
@@ -25,23 +25,18 @@ _SIZES = (1.0, 1e-2, 1e-3, 30.0, 1e3, 7.0)
 _FEW, _COLUMNS = (2, 3), 8
 
 
-def fuse(
-    rotated: RotatedFunctions, model: torch.nn.Module, casting: str | None = None
-) -> list[str]:
+def fuse_heads(rotated: RotatedFunctions, model: torch.nn.Module) -> list[str]:
     """Let `rms_norm_rope` serve the queries and keys of a model's attention; the names of the
     modules that it now serves. Each is tried on the CPU, with its norms and small projections, and
-    left alone if it computes something else. The log says why (level INFO). casting: as of
-    `patch`."""
+    left alone if it computes something else. The log says why (level INFO)."""
 
     def forward_for(module: Any) -> ModuleForward | str:
-        if casting == "llama":
-            return "its norms are asked to round as Llama's, and rms_norm_rope rounds once"
         return forward_that_serves(rotated, module)
 
     def has_norms(module: Any) -> bool:
         return all(isinstance(getattr(module, name, None), torch.nn.Module) for name in _NORMS)
 
-    return replace_forwards(model, ATTENTION, forward_for, has_norms)
+    return replace_forwards(model, ATTENTION, forward_for, has_norms, quiet=True)
 
 
 def forward_that_serves(rotated: RotatedFunctions, module: Any) -> ModuleForward | str:
@@ -92,7 +87,7 @@ def _forward_of(
     """Return the forward of a class whose queries and keys `rms_norm_rope` serves; None for another
     text. offset: 1 is added to weights; narrow: the norms' results are in x's dtype, whatever that
     of the weight."""
-    kind = getattr(kind, "_normforge_original", kind)
+    kind = getattr(kind, ORIGINAL, kind)
     tree = rewritten.of_class(kind)
     turn = rewritten.global_of(kind)
     if tree is None or turn is None or not rewritten.heads_rotated(tree):
@@ -131,7 +126,7 @@ def _fits(norm: Any, x: Any, cos: Any, narrow: bool) -> bool:
 def _computes_the_same(module: Any, fused: Any) -> bool:
     """Return True if a forward has the results and gradients of that of a module, with small
     projections and attention that only adds heads up."""
-    kind, width = getattr(type(module), "_normforge_original", type(module)), module.head_dim
+    kind, width = getattr(type(module), ORIGINAL, type(module)), module.head_dim
     original = rewritten.plain_forward(kind)
     scope = {**original.__globals__, _EAGER: _added_up}
     theirs, ours = (rewritten.among(one, scope, original) for one in (original, fused))
