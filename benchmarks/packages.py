@@ -7,9 +7,9 @@
 For every shape the kernels that the two packages choose are timed in the same blocks as the floor,
 under each condition of generator/evaluate/gpu/rotation.py. Where both choose the same kernel, what
 the two times differ by is noise. The packages may be of two operations with the same tensors, such
-as RMSNorm's backward and the batch-invariant one, whose price this measures. The file is written after every shape; a run that was stopped goes
-on with --resume. Exit code: 1 where --seconds left shapes, 2 for bad input or without the packages'
-GPU.
+as RMSNorm's backward and the batch-invariant one, whose price this measures. The file is written
+after every shape; a run that was stopped goes on with --resume. Exit code: 1 where --seconds left
+shapes, 2 for bad input or without the packages' GPU.
 """
 
 from __future__ import annotations

@@ -67,6 +67,11 @@ class Target:
     def __str__(self) -> str:
         return self.name
 
+    @property
+    def has_fp8(self) -> bool:
+        """True when the GPU converts to FP8: PTX ISA, cvt with .e4m3x2 needs sm_89."""
+        return self.compute_capability >= (8, 9)
+
     def occupancy(self, threads: int, registers: int, smem_bytes: int, barriers: int = 1) -> int:
         """CTAs of `threads` threads that fit on one SM, by the rules of the CUDA occupancy
         calculator (registers per warp rounded up to 256, smem to 128 bytes plus 1 KiB a CTA).

@@ -4,8 +4,9 @@
 
 Each call is served by the package in generated/ for the GPU that its tensors are on, and without a
 GPU by PyTorch on the CPU. `normforge.layernorm` has the functions of LayerNorm, `normforge.gated`
-those of gated RMSNorms, `normforge.rope` those of RMSNorm with the rotary embedding behind it, and
-`normforge.batch_invariant` those of norms whose bits do not depend on the batch.
+those of gated RMSNorms, `normforge.rope` those of RMSNorm with the rotary embedding behind it,
+`normforge.quantized` those of RMSNorm that is quantized to FP8, and `normforge.batch_invariant`
+those of norms whose bits do not depend on the batch.
 
 A package is chosen when a name is first used, without initialising CUDA, so that a program can fork
 afterwards (with several kinds of GPU, only if CUDA_DEVICE_ORDER=PCI_BUS_ID is set).
@@ -37,6 +38,7 @@ __all__ = [
     "qk_norm_rope",
     "rms_norm",
     "rms_norm_gated",
+    "rms_norm_quantized",
     "rms_norm_rope",
     "rmsnorm_backward",
     "rmsnorm_forward",
@@ -63,19 +65,22 @@ def names_of(operation: str, module: str, names: Sequence[str]) -> Callable[[str
 
 
 _serving = "rmsnorm"  # the module whose names these are
-_MODULES = ("batch_invariant", "gated", "layernorm", "rmsnorm", "rope")
+_MODULES = ("batch_invariant", "gated", "layernorm", "quantized", "rmsnorm", "rope")
 _ELSEWHERE = {
     **dict.fromkeys(("RMSNormGated", "rms_norm_gated"), "gated"),
     **dict.fromkeys(("qk_norm_rope", "rms_norm_rope"), "rope"),
+    "rms_norm_quantized": "quantized",
 }
 
 if TYPE_CHECKING:
     from . import batch_invariant as batch_invariant
     from . import gated as gated
     from . import layernorm as layernorm
+    from . import quantized as quantized
     from . import rmsnorm as rmsnorm
     from . import rope as rope
     from .gated import RMSNormGated, rms_norm_gated
+    from .quantized import rms_norm_quantized
     from .rmsnorm import (
         PROVENANCE,
         RMSNorm,
@@ -157,3 +162,4 @@ def chosen_package(operation: str) -> Any:
 if not getattr(sys.modules.get("generator"), "IMPORTS_PYTORCH_LATER", False):
     import_module(f"{__name__}.gated_packages")
     import_module(f"{__name__}.rope_packages")
+    import_module(f"{__name__}.quantized_packages")

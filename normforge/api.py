@@ -11,6 +11,8 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from .frontends.dtensor import register_sharding
+from .frontends.fused_patch import fuse as fuse_norms
+from .frontends.fused_patch import unfuse
 from .frontends.gated_patch import log_left
 from .frontends.module import RMSNorm
 from .frontends.norm_add import NormAndAdd
@@ -36,6 +38,8 @@ class Package(NormPackage):
     """The module of the batch-invariant package for the same GPU; "" for the one beside this."""
     gated: str = ""
     """The module with the functions of gated norms, which `patch` serves, too; "" for none."""
+    rotated: str = ""
+    """The module with `rms_norm_rope`; "" for none."""
     _forward_class: ClassVar[type[Forward]] = Forward
     _norm_class: ClassVar[type[Norm]] = Norm
 
@@ -43,6 +47,7 @@ class Package(NormPackage):
         super().__init__(of, name)
         self._forward = self._forward_class(self._source)
         self.ops = Operators(self.name, self._forward, self._run, self._quick)
+        self.ops.invariant = self._invariant
         self._norm = self._norm_class(self, self._forward, self.ops)
         self.rms_norm = self._norm.rms_norm
         self.rmsnorm_forward = self._norm.rmsnorm_forward
@@ -162,7 +167,9 @@ class Package(NormPackage):
             register_sharding(*self.ops.all)
         return super()._serve(given, options)
 
-    def patch(self, model: torch.nn.Module, casting: str | None = None) -> list[str]:
+    def patch(
+        self, model: torch.nn.Module, casting: str | None = None, *, fuse: bool = False
+    ) -> list[str]:
         """Serve the norms of a model with norm classes of its own, such as Hugging Face's Llama,
         Qwen and Gemma; and those gated norms, as in Qwen3-Next, that a package of `normforge.gated`
         has kernels for. `unpatch(model)` undoes it.
@@ -171,19 +178,24 @@ class Package(NormPackage):
             model: any module, on any device, including the meta device.
             casting: what the norms compute: "torch", "gemma" or "llama" (docs/adopting.md); None to
                 detect it.
+            fuse: where there are kernels, let `rms_norm_rope` serve attention that normalizes its
+                queries and keys and rotates them, as in Qwen 3 and Gemma 3 of Hugging Face, and
+                `rms_norm` with `add` layers that add results of norms, as in OLMo 2 and Gemma.
 
         Returns:
-            The names of the norms that are now served.
+            The names of the norms that are now served, and with `fuse` of those modules.
         """
         names = patch(self._norm, model, casting)
+        unfuse(model)
+        names += fuse_norms(self._norm, self.rotated, model, casting) if fuse else []
         if not self.gated:
             log_left(model, "only normforge.gated.patch serves them beside this package")
             return names
         return names + import_module(self.gated).functions.patch_tuned(model)
 
     def unpatch(self, model: torch.nn.Module) -> list[str]:
-        """Restore the forwards that `patch` replaced. Returns the names of these norms."""
-        names = super().unpatch(model)
+        """Restore the forwards that `patch` replaced. Returns the names of these modules."""
+        names = super().unpatch(model) + unfuse(model)
         return names + unpatch(model, "RMSNormGated") if self.gated else names
 
     def use_native(self) -> None:

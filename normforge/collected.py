@@ -45,7 +45,8 @@ def moved_bytes(operation: str, shape: str) -> int:
         return 0
     signature = OPERATIONS.get(operation, OPERATIONS["rmsnorm_backward"]).signature
     itemsize, elements = ITEMSIZE[match[3]], int(match[1]) * int(match[2])
-    moved = itemsize * (len(signature.early) + len(signature.outputs))
+    written = sum(not tensor.extra for tensor in signature.outputs)
+    moved = itemsize * (len(signature.early) + written) + (signature.quantized is not None)
     if "+residual" in shape:
         added = ITEMSIZE.get(match[4] or match[3], itemsize)
         moved += added * (len(signature.late) + (added != itemsize) * len(signature.copies))

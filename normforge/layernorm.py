@@ -22,6 +22,7 @@ __all__ = [
     "installed",
     "layer_norm",
     "layer_norm_backward",
+    "layer_norm_forward",
     "operators",
     "patch",
     "uninstall",
@@ -29,7 +30,8 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from .frontends.layer_norm import LayerNorm, LayerNormPackage
+    from .frontends.layer_norm import LayerNormPackage
+    from .frontends.layer_norm_module import LayerNorm
 
     _package = LayerNormPackage(Path())
     PROVENANCE = _package.provenance
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     installed = _package.installed
     layer_norm = _package.layer_norm
     layer_norm_backward = _package.layer_norm_backward
+    layer_norm_forward = _package.layer_norm_forward
     operators = _package.operators
     patch = _package.patch
     uninstall = _package.uninstall

@@ -21,14 +21,13 @@ import torch
 
 from .api import Package
 from .frontends.batch_invariant import BatchInvariantPackage
-from .frontends.gated import GatedPackage
 from .frontends.layer_norm import LayerNormPackage
+from .frontends.layer_norm_forward import LayerNormForwardPackage
 from .frontends.layer_norm_operators import LayerNormOperators
 from .frontends.norm_add import NormAddPackage
 from .frontends.operators import Operators
 from .frontends.package import NormPackage
-from .frontends.rope import RotatedPackage
-from .operations import GATED, ROTATED
+from .frontends.row_packages import ROW_PACKAGES
 from .own import NAME, OwnPackage
 from .serve.kernels import Kernels, Source
 from .serve.warn_once import WarnOnce
@@ -42,9 +41,6 @@ _LIBRARY: dict[str, tuple[type[NormPackage], str]] = {
     "layernorm_backward": (LayerNormPackage, "normforge.layernorm"),
 }
 """The functions of packages by operation, and the module that has those of all of them."""
-_ROWS: dict[str, Any] = {NormAddPackage.operation: NormAddPackage}
-_ROWS |= dict.fromkeys(GATED, GatedPackage) | dict.fromkeys(ROTATED, RotatedPackage)
-"""The functions of the packages of other operations."""
 
 
 class Tuned(NamedTuple):
@@ -242,11 +238,11 @@ def _choose(operation: str) -> NormPackage:
     if isinstance(made, Package):
         made.beside = "normforge.batch_invariant"
     if operation == "rmsnorm_backward":
-        made.gated = "normforge.gated_packages"
+        made.gated, made.rotated = "normforge.gated_packages", "normforge.rope_packages"
         made.add_by(partial(source_by_gpu, NormAddPackage.operation))
-    for layer in ("RMSNorm", "LayerNorm"):
-        if hasattr(made, layer):
-            getattr(made, layer).__module__ = module  # pickle finds it there
+    if operation == "layernorm_backward":
+        made._kernels.by(partial(source_by_gpu, LayerNormForwardPackage.operation))
+    getattr(made, made._layer).__module__ = module  # pickle finds it there
     return made
 
 
@@ -261,17 +257,16 @@ def open_package(file: str, module: str, operation: str) -> Any:
     the library does not know, ValueError and OSError for a damaged package."""
     if operation not in _LIBRARY and (Path(file).resolve().parent / NAME).exists():
         return OwnPackage(Path(file).resolve().parent, module)
-    if operation not in (*_LIBRARY, *_ROWS):
+    if operation not in (*_LIBRARY, *ROW_PACKAGES):
         raise ImportError(
             f"{module} is a package of {operation}, which this version of Normforge does not know: "
-            f"install one that does. It knows {', '.join((*_LIBRARY, *_ROWS))}"
+            f"install one that does. It knows {', '.join((*_LIBRARY, *ROW_PACKAGES))}"
         )
     folder = Path(file).resolve().parent
-    ours = folder.parent.parent in _roots()
-    name = "/".join(folder.parts[-2:]) if ours else module
+    name = "/".join(folder.parts[-2:]) if folder.parent.parent in _roots() else module
     if _opened.setdefault((operation, name), folder) != folder:
         name = str(folder)
-    return (_ROWS.get(operation) or _LIBRARY[operation][0])(folder, name)
+    return (ROW_PACKAGES.get(operation) or _LIBRARY[operation][0])(folder, name)
 
 
 # ---- Packages that a graph asks for --------------------------------------------------------------

@@ -148,6 +148,7 @@ ROWS = {
     "LayerNorm, backward": "layernorm_backward",
     "gated RMSNorm": "gated_rmsnorm_backward",
     "RMSNorm and rotary embedding": "rmsnorm_rope_backward",
+    "RMSNorm to FP8, forward": "rmsnorm_fp8_forward",
 }
 """Rows of the README's table of support, and the operations that they are about."""
 
@@ -170,7 +171,7 @@ def dtypes_tuned(gpu: str, operation: str) -> str:
 def test_the_table_of_support_is_that_of_the_packages() -> None:
     readme = (REPOSITORY / "README.md").read_text()
     header, _, *lines = re.search(r"^\| dtypes with.*?\n\n", readme, re.M | re.S)[0].splitlines()[
-        :7
+        :8
     ]
     assert header == "| dtypes with tuned kernels | H200 | H100 | GB200 (predicted, never timed) |"
     told = {}

@@ -34,7 +34,10 @@ LIBRARY_LAYERS = (
         "launch",
     ),
     *("serve native frontends api", "own", "packages"),
-    *("gated_packages rope_packages", "gated rmsnorm rope layernorm batch_invariant torchtitan"),
+    *(
+        "gated_packages rope_packages quantized_packages",
+        "gated rmsnorm rope quantized layernorm batch_invariant torchtitan",
+    ),
 )
 LIBRARY_LEVEL = {name: at for at, names in enumerate(LIBRARY_LAYERS) for name in names.split()}
 MOST_LINES = 300

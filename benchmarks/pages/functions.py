@@ -21,8 +21,10 @@ TITLES = {"Args": "Arguments", "Returns": "Returns", "Raises": "Raises"}
 PREFIXES = {
     "batch_invariant": "batch_invariant.",
     "layer_norm": "layernorm.",
+    "layer_norm_module": "layernorm.",
     "gated": "gated.",
     "rope": "rope.",
+    "quantized": "quantized.",
 }
 """Modules of users, by a part of the path of what is in them."""
 Definition = ast.FunctionDef | ast.ClassDef

@@ -8,8 +8,13 @@ from dataclasses import dataclass
 import torch
 
 from normforge.launch.row_layout import RowLayout
+from normforge.operations.tensor import Tensor
 from normforge.spec import ForwardSpec, KernelSpec
 from normforge.table import ITEMSIZE
+
+WRITTEN = {"quantized": "rows_out", "scales": "row_out", "sums": "sums"}
+WRITTEN |= {role: f"{role}_out" for role in ("rows", "row")}
+"""The roles of buffers that are written, by those of tensors."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,17 @@ def fields_of(spec: KernelSpec | ForwardSpec) -> dict[str, int]:
         # Neighbouring threads may own neighbouring halves of a word of shared memory.
         "granule": min(4, spec.vector_bytes, weight_bytes),
     }
+
+
+def dtype_of(tensor: Tensor, spec: KernelSpec, wide_sums: bool) -> str:
+    """Return a tensor's dtype; "" for one of an option that the kernel does not have. wide_sums:
+    whether sums over the rows are fp32."""
+    if tensor.option or tensor.kind:
+        return tensor.kind or str(getattr(spec, tensor.option))
+    if tensor.role == "rows":
+        return spec.dtype
+    in_fp32 = tensor.role == "row" or (tensor.role == "sums" and wide_sums)
+    return "fp32" if in_fp32 else spec.weight_dtype
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from generator.emulate.build import DEFAULT_CACHE, HostError, build
-from generator.emulate.request import Buffer, Request, fields_of
+from generator.emulate.request import WRITTEN, Buffer, Request, dtype_of, fields_of
 from generator.operations.operation import TORCH_DTYPE
 from normforge.launch.kernel_arguments import DW_IN_WEIGHT_DTYPE, argument_layout, extent_of
 from normforge.launch.row_layout import RowLayout
 from normforge.operations import signature_of
-from normforge.operations.signature import Signature, Tensor
+from normforge.operations.signature import Signature
 from normforge.spec import KernelSpec, Launch
 
 DEADLINE_SECONDS = 120.0
@@ -60,6 +60,7 @@ class CallOptions:
 
     columns: whether it is given those that rows share; else they are ones. without: outputs that
     are not wanted. dw_mode: sums as fp32 (DW_IN_FP32), or added to `added_to`, as fp32 (DW_ADDED).
+    extra: whether outputs are written that a call has to ask for.
     inner > 0: matrices that may be packed lie as `inner` rows and then a gap. over: by output, the
     matrix over which it is written, which needs equal strides and no gaps.
     """
@@ -68,6 +69,7 @@ class CallOptions:
     without: frozenset[str] = frozenset()
     dw_mode: int = DW_IN_WEIGHT_DTYPE
     added_to: torch.Tensor | None = None
+    extra: bool = False
     inner: int = 0
     over: Mapping[str, str] = field(default_factory=dict)
 
@@ -234,15 +236,18 @@ def _buffers(
 ) -> Iterator[Buffer]:
     """Yield the buffers of the tensors that the call has, in the order of the signature."""
     M, N = shape
-    shapes = {"rows": shape, "row": (M,), "columns": (N,)}
+    shapes = {"rows": shape, "row": (M,), "columns": (N,), "quantized": shape}
+    if signature.scales:
+        shapes["scales"] = (M, N // signature.scales.block)
     for tensor in signature.tensors:
         if tensor.role in ("number", "group"):
             continue
         content = None if tensor.output else getattr(inputs, tensor.name)
-        dtype = _dtype(tensor, spec, options.dw_mode)
+        dtype = dtype_of(tensor, spec, options.dw_mode != DW_IN_WEIGHT_DTYPE)
         if tensor.output:
             copied = tensor.copy_of and dtype == spec.dtype  # then the output is its own copy
-            if copied or options.without & {tensor.name, tensor.copy_of}:
+            unasked = tensor.extra and not options.extra
+            if copied or unasked or options.without & {tensor.name, tensor.copy_of}:
                 continue
             if tensor.role == "sums":
                 content = options.added_to
@@ -253,7 +258,7 @@ def _buffers(
         own = tensor.late or tensor.copy_of  # a dtype, and so an alignment
         yield Buffer(
             tensor.name,
-            f"{tensor.role}_out" if tensor.role != "sums" and tensor.output else tensor.role,
+            WRITTEN[tensor.role] if tensor.output else tensor.role,
             TORCH_DTYPE[dtype],
             shapes.get(tensor.role, (N * tensor.count,)),
             content,
@@ -261,16 +266,6 @@ def _buffers(
             0 if own or tensor.role != "rows" else layout.misaligned_bytes,
             options.over.get(tensor.name, ""),
         )
-
-
-def _dtype(tensor: Tensor, spec: KernelSpec, dw_mode: int) -> str:
-    """Return a tensor's dtype; "" for one of an option that the kernel does not have."""
-    if tensor.option:
-        return str(getattr(spec, tensor.option))
-    if tensor.role == "rows":
-        return spec.dtype
-    in_fp32 = tensor.role == "row" or (tensor.role == "sums" and dw_mode != DW_IN_WEIGHT_DTYPE)
-    return "fp32" if in_fp32 else spec.weight_dtype
 
 
 def _read(output: bytes, request: Request, schedules: Sequence[Schedule]) -> Runs:

@@ -49,7 +49,8 @@ class Geometry(RowGeometry):
     def weight_bytes(self) -> int:
         if self["weight_in"] == "registers":
             return 0
-        return int(round_up(self.row_elements * self.weight_itemsize, 16) * self["threads_per_row"])
+        of_thread = round_up(self.row_elements * self.weight_itemsize, 16)
+        return int(len(self.signature.all_columns) * of_thread * self["threads_per_row"])
 
     @property
     def broadcast_offset(self) -> int:

@@ -151,8 +151,9 @@ def render(variant: Variant, *, comments: bool = True, include: bool = False) ->
 
 def expressions(signature: Signature) -> dict[str, Any]:
     """Return what the name of every tensor stands for in a kernel: element i of its row u, or the
-    number of that row or of the call. `row_sums` are the row sums, `results` the arrays of the
-    outputs. Of tensors that are read in pairs, `partner` has what stands at the other column."""
+    number of that row or of the call. `row_sums` and `later_sums` are lists of sums, `results` the
+    arrays of the outputs. Of tensors that are read in pairs, `partner` has what stands at the other
+    column."""
     results = {
         output.name: f"out_{output.name}" if i else "out"
         for i, output in enumerate(signature.outputs)
@@ -164,6 +165,7 @@ def expressions(signature: Signature) -> dict[str, Any]:
         "partner": partner,
         "first_half": "(rows.column(j) < kHalf)",
         "row_sums": [f"sum[{place}]" for place in places[: signature.row_sums]],
+        "later_sums": [f"later_sum[{place}]" for place in places[: signature.later_sums]],
     }
     for tensor in signature.early:
         found[tensor.name] = f"element<Element>({tensor.value}[u][j].words, i)"
@@ -179,6 +181,8 @@ def expressions(signature: Signature) -> dict[str, Any]:
     if signature.columns:
         found[signature.columns.name] = "weight_of(w, i, args.weight_offset)"
         partner[signature.columns.name] = "weight_of(partner_w, i, args.weight_offset)"
+    if signature.added_columns:
+        found[signature.added_columns.name] = "element<WeightElement>(added.words, i)"
     for name, array in results.items():
         found[name] = f"{array}[i]"
     for tensor in signature.row_outputs:
@@ -229,6 +233,8 @@ def _constants(v: Variant, comments: bool) -> list[str]:
     ]
     if v.shifted:
         rows.append(("kStageRowBytes", v.stage_row_bytes, "of the vectors that a row touches"))
+    if v.signature.scales:
+        rows.append(("kBlockColumns", v.signature.scales.block, "columns that share a scale"))
     if v.block_batches:
         rows.append(("kBlockBatches", v.block_batches, "batches that are added up at once"))
         rows.append(("kBlockSumsOffset", v.block_sums_offset, ""))

@@ -201,6 +201,11 @@ class RowGeometry(ItemSizes):
         return self.row_elements * self["threads_per_row"] - self.columns
 
     @property
+    def block_columns(self) -> int:
+        """Columns that share a scale of what is quantized; 1 where nothing is."""
+        return self.signature.scales.block if self.signature.scales else 1
+
+    @property
     def own_partners(self) -> bool:
         """True when a thread has both columns of a pair (kOwnPartners in pairs.cuh)."""
         alone = self["cluster"] == 1 and self.idle_columns == 0
@@ -221,7 +226,8 @@ class RowGeometry(ItemSizes):
         shared = rows * self.row_elements * len(self.signature.groups)
         row += shared // 2 if self.own_partners else shared
         kept = self["weight_in"] == "registers"
-        weight = ceil_div(self.row_elements * self.weight_itemsize, 4) if kept else 0
+        columns = len(self.signature.all_columns) * kept
+        weight = columns * ceil_div(self.row_elements * self.weight_itemsize, 4)
         return int(self.accumulators + row + weight + 24)
 
     @property

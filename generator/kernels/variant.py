@@ -38,11 +38,6 @@ class Variant(Geometry):
         fault = next((said for wrong, said in self._faults() if wrong), None)
         if fault is not None:
             raise NormforgeError(f"no kernel has {fault}: {dict(self.config)} for N = {self.N}")
-        if not self.exact and self.sums.column_sums > 1:
-            raise NormforgeError(
-                f"{self.operation} has no fallback kernels: those sum the columns of one dw, and "
-                f"here there are {self.sums.column_sums} sums for each column"
-            )
 
     def _faults(self) -> Iterator[tuple[bool, str]]:
         """Yield sentences about what no kernel can have, each with True if this one has it."""
@@ -71,8 +66,15 @@ class Variant(Geometry):
         any_row &= self.strategy.way == "second_kernel" and not self.run_rows
         any_row &= self.N % (cluster * self.elements) == 0
         yield cluster > 1 and not self.exact and not any_row, "a cluster and any N"
+        other = cluster > 1 or self.strategy.way != "second_kernel"
+        several = self.sums.column_sums > 1 and not self.exact
+        yield several and other, f"'{self.strategy}' of several sums of each column, and any N"
         yield self.exact and self.N % cluster != 0, "CTAs of a cluster with unequal parts of a row"
         yield self.shifted and not self.may_shift, "rows that are no whole vectors"
+        block = self.block_columns
+        whole = self.exact and self.columns % block == per_row * self.elements % block == 0
+        whole &= block <= WARP * self.elements
+        yield block > 1 and not whole, f"blocks of {block} columns in parts"
         ahead = self["stages"] - (self["reload"] == "smem")
         yield staged and ahead < 1, "stages that are all in use while rows are read again"
         yield per_row > WARP and self.teams > _NAMED_BARRIERS, "more teams than named barriers"

@@ -10,12 +10,14 @@ from generator.errors import NormforgeError
 from generator.operations.gated_rmsnorm_backward import GATED_BACKWARDS
 from generator.operations.gated_rmsnorm_forward import GATED_FORWARDS
 from generator.operations.layernorm_backward import LAYERNORM_BACKWARD
+from generator.operations.layernorm_forward import LAYERNORM_FORWARD
 from generator.operations.operation import Operation
 from generator.operations.own import add_operation, add_operations_of_run
 from generator.operations.rmsnorm_add_forward import RMSNORM_ADD_FORWARD
 from generator.operations.rmsnorm_backward import RMSNORM_BACKWARD
 from generator.operations.rmsnorm_forward import RMSNORM_FORWARD, RMSNORM_INVARIANT_FORWARD
 from generator.operations.rmsnorm_invariant_backward import RMSNORM_INVARIANT_BACKWARD
+from generator.operations.rmsnorm_quantized import RMSNORM_FP8_FORWARD, RMSNORM_MXFP8_FORWARD
 from generator.operations.rmsnorm_rope import RMSNORM_ROPE_BACKWARD, RMSNORM_ROPE_FORWARD
 from generator.problem import FORWARDS, Problem
 from normforge import operations as library
@@ -26,6 +28,7 @@ OPERATIONS = {
         RMSNORM_BACKWARD,
         RMSNORM_FORWARD,
         LAYERNORM_BACKWARD,
+        LAYERNORM_FORWARD,
         RMSNORM_INVARIANT_BACKWARD,
         RMSNORM_INVARIANT_FORWARD,
         RMSNORM_ADD_FORWARD,
@@ -33,6 +36,8 @@ OPERATIONS = {
         *GATED_FORWARDS,
         RMSNORM_ROPE_BACKWARD,
         RMSNORM_ROPE_FORWARD,
+        RMSNORM_FP8_FORWARD,
+        RMSNORM_MXFP8_FORWARD,
     )
 }
 add_operations_of_run(OPERATIONS)
@@ -64,11 +69,14 @@ __all__ = [
     "GATED_BACKWARDS",
     "GATED_FORWARDS",
     "LAYERNORM_BACKWARD",
+    "LAYERNORM_FORWARD",
     "OPERATIONS",
     "RMSNORM_ADD_FORWARD",
     "RMSNORM_BACKWARD",
     "RMSNORM_FORWARD",
+    "RMSNORM_FP8_FORWARD",
     "RMSNORM_INVARIANT_BACKWARD",
+    "RMSNORM_MXFP8_FORWARD",
     "RMSNORM_ROPE_BACKWARD",
     "RMSNORM_ROPE_FORWARD",
     "Operation",

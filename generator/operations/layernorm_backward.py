@@ -29,6 +29,7 @@ LAYERNORM_BACKWARD = row_operation(
             "installed",
             "layer_norm",
             "layer_norm_backward",
+            "layer_norm_forward",
             "operators",
             "patch",
             "uninstall",
@@ -36,4 +37,5 @@ LAYERNORM_BACKWARD = row_operation(
         ),
     ),
     make_inputs=partial(make_inputs, operations.LAYERNORM_BACKWARD, Inputs, centres=_CENTRES),
+    fallbacks=True,
 )

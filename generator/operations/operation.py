@@ -9,10 +9,16 @@ from typing import Any, Protocol
 
 import torch
 
-from generator.problem import ITEMSIZE, Problem
+from generator.problem import Problem
 from normforge.operations import Signature
 
-TORCH_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+TORCH_DTYPE = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "e4m3": torch.float8_e4m3fn,
+    "e8m0": torch.float8_e8m0fnu,
+}
 HALF_UNIT = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-24}
 """Largest relative error of rounding once to nearest, by dtype."""
 FP32_SLACK = 64 * 2.0**-24
@@ -37,7 +43,7 @@ def half_subnormal(dtype: str) -> float:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """An argument or an output: its name, shape and dtype (bf16, fp16 or fp32)."""
+    """An argument or an output: its name, shape and dtype (of TORCH_DTYPE)."""
 
     name: str
     shape: tuple[int, ...]
@@ -45,7 +51,7 @@ class TensorSpec:
 
     @property
     def bytes(self) -> int:
-        return prod(self.shape) * ITEMSIZE[self.dtype]
+        return prod(self.shape) * TORCH_DTYPE[self.dtype].itemsize
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,9 @@ def _faults(operation: RowOperation, path: Path) -> Iterator[str]:
     if operation.signature.pairs:
         yield "pairs of columns and groups of rows are for operations of the library alone"
         return
+    if operation.signature.quantized or any(t.extra for t in operation.signature.outputs):
+        yield "what is quantized, or written if asked for, is for operations of the library alone"
+        return
     if path.stem != operation.name:
         yield f"the file of operation {operation.name} is called {operation.name}.py"
     template = path.with_name(f"{operation.name}.cu.j2")

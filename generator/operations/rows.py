@@ -30,20 +30,29 @@ from normforge.launch.loaded_kernel import LoadedKernel
 from normforge.launch.row_layout import RowLayout
 from normforge.operations import RowOperation, signature_of
 from normforge.operations.formula import added_to, terms_of
-from normforge.operations.signature import Signature, Tensor
+from normforge.operations.signature import Signature
+from normforge.operations.tensor import Tensor
 from normforge.spec import KernelSpec, Launch, ceil_div, plan_launch
 
 
 def _spec(tensor: Tensor, problem: Problem) -> TensorSpec | None:
-    """A tensor of a problem, None where the problem has none and for a number."""
+    """A tensor of a problem, None where the problem has none, for a number, and for what is written
+    for calls alone that ask for it."""
     M, N = problem.M, problem.N
     dtype = getattr(problem, tensor.option) if tensor.option else problem.dtype
-    if tensor.role == "number" or not dtype or (tensor.copy_of and dtype == problem.dtype):
+    if (
+        tensor.role == "number"
+        or tensor.extra
+        or not dtype
+        or (tensor.copy_of and dtype == problem.dtype)
+    ):
         return None
     if tensor.role == "rows":
         return TensorSpec(tensor.name, (M, N), dtype)
     if tensor.role == "row":
         return TensorSpec(tensor.name, (M,), "fp32")
+    if tensor.kind:
+        return TensorSpec(tensor.name, (M, N // max(1, tensor.block)), tensor.kind)
     if tensor.role == "group":
         return TensorSpec(tensor.name, (ceil_div(M, HEADS), N // 2), "fp32")
     return TensorSpec(tensor.name, (tensor.count * N,), problem.weight_dtype)
@@ -138,7 +147,11 @@ def floor(
     specs = (*tensor_specs(signature, problem, False), *tensor_specs(signature, problem, True))
     size = sum(spec.bytes for spec in specs if spec.shape == (problem.M, problem.N))
     early = [getattr(inputs, tensor.name) for tensor in signature.early]
-    like = (early[0], early[min(1, len(early) - 1)], outputs[signature.outputs[0].name])
+    written = outputs.get(signature.outputs[0].name)
+    if written is None:  # others are made: nothing that is read may be written to
+        early = [early[0].new_empty(0)]
+        written = early[0]
+    like = (early[0], early[min(1, len(early) - 1)], written)
     one, two, out = over_bytes(size, like)
     return lambda: torch.add(one, two, out=out)
 

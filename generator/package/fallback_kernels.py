@@ -2,6 +2,7 @@
 
 `separate` with plain or cp.async loads needs no counters, no barrier across CTAs and no instruction
 newer than sm_80 (but a programmatic launch where there is one), so it runs wherever its code loads.
+Operations without sums over the rows need no strategy, and have as many CTAs as the rows need.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from generator.kernels.nvrtc import Compiled
 from generator.kernels.resource_gate import refuse
 from generator.kernels.variant import Variant, make_variant
 from generator.paths import SEARCH_SPACES
-from generator.problem import ITEMSIZE, Problem
+from generator.problem import ITEMSIZE, RMSNORM_BACKWARD, Problem, sums_of
 from generator.result import Result
-from generator.space.load import load_space
+from generator.space.load import load_space_once, space_file
 from generator.space.space import Space
 from generator.target import Target
 
@@ -86,7 +87,11 @@ def _read(entries: Sequence[Mapping[str, Any]]) -> tuple[Layout, ...]:
     return tuple(Layout(**entry) for entry in entries)
 
 
-def fallback_variants(target: Target, dtypes: Sequence[tuple[str, str]] = DTYPES) -> list[Variant]:
+def fallback_variants(
+    target: Target,
+    dtypes: Sequence[tuple[str, str]] = DTYPES,
+    operation: str = RMSNORM_BACKWARD,
+) -> list[Variant]:
     """The fallback variants for `target`, of every layout that the rules of the space allow there:
     for vectors of 16, 8 and 4 bytes and of one element, each for rows of whole vectors at aligned
     addresses. Last, as a last resort, each comes again for any rows up to its own: it checks every
@@ -95,13 +100,16 @@ def fallback_variants(target: Target, dtypes: Sequence[tuple[str, str]] = DTYPES
     dtypes: pairs of x's and the weight's dtype. A variant serves every M >= 1 and N from its least
     up to its own. `compile_fallbacks` keeps one for each row length.
     """
-    space = load_space()
+    space, sums = load_space_once(space_file(operation)), sums_of(operation).column_sums
     found: list[Variant] = []
     for dtype, weight_dtype in dtypes:
         for vector_bytes, layouts in _layouts(ITEMSIZE[dtype], weight_dtype).items():
             legal = []
             for layout, in_blocks in layouts:
-                problem = Problem(MANY_ROWS, layout.columns, dtype, weight_dtype)
+                if (layout.cluster > 1 and sums != 1) or not (sums or in_blocks):
+                    continue  # no CTAs share such rows, and nothing is added in blocks
+                shape = (MANY_ROWS, layout.columns, dtype, weight_dtype)
+                problem = Problem(*shape, operation=operation)
                 config = legal_config(
                     layout, vector_bytes, problem, target, space, in_blocks=in_blocks
                 )
@@ -128,7 +136,7 @@ def legal_config(
     part of a GPU, its spare SMs may be most of them: then it is left out."""
     if 4 * layout.spare_sms > target.sms:
         return None
-    config = space.normalize(_config(layout, vector_bytes), problem, target)
+    config = space.normalize(_config(layout, vector_bytes, space), problem, target)
     exact = layout.cluster > 1
     rejected = space.reject(config, problem, target, exact=exact, in_blocks=in_blocks)
     return None if rejected else config
@@ -167,10 +175,11 @@ def first_choices(variants: Iterable[Variant]) -> list[Variant]:
     return list(found.values())
 
 
-def fallbacks_to_compile(which: str, target: Target, problems: Iterable[Problem]) -> list[Variant]:
+def fallbacks_to_compile(
+    which: str, target: Target, problems: Iterable[Problem], operation: str = RMSNORM_BACKWARD
+) -> list[Variant]:
     """The variants for `compile_fallbacks` of one of FALLBACKS and the problems of a run."""
-    pairs = fallback_dtypes(which, problems)
-    variants = fallback_variants(target, pairs)
+    variants = fallback_variants(target, fallback_dtypes(which, problems), operation)
     if which == "common":
         return [v for v in variants if v["vector_bytes"] == COMMON_VECTOR_BYTES]
     return variants
@@ -228,7 +237,8 @@ def _fill_gaps(variants: list[Variant], any_rows: bool) -> list[Variant]:
 
 def refuse_fallback(variant: Variant, compiled: Compiled, target: Target) -> Result | None:
     """The result of a fallback variant that must not run on the target, None for one that may."""
-    many_rows = Problem(MANY_ROWS, variant.N, variant.dtype, variant.weight_dtype)
+    shape = (MANY_ROWS, variant.N, variant.dtype, variant.weight_dtype)
+    many_rows = Problem(*shape, operation=variant.operation)
     return refuse(variant, compiled, many_rows, target)
 
 
@@ -244,16 +254,20 @@ def rows_key(variant: Variant) -> tuple[object, ...]:
     return (variant.N, variant["vector_bytes"], variant.dtype, variant.weight_dtype)
 
 
-def _config(layout: Layout, vector_bytes: int) -> Config:
+def _config(layout: Layout, vector_bytes: int, space: Space) -> Config:
+    choices = {knob.name: knob.choices for knob in space.knobs}
+    alone = "none" in choices["strategy"]
+    reload = layout.reload if layout.reload in choices["reload"] else "none"
     return {
-        "strategy": "separate",
+        "strategy": "none" if alone else "separate",
         "overlap": "dependent",
         "slice_columns": 32,
         "sum_threads": 512,
-        "grid": "full",
+        "grid": "rows" if alone else "full",
         "register_cap": 0,
         "store_hint": "default",
         "vector_bytes": vector_bytes,
         "min_blocks": layout.ctas_per_sm,
         **{knob: value for knob, value in asdict(layout).items() if knob != "columns"},
+        "reload": reload,
     }

@@ -38,6 +38,8 @@ _OF_ALL_PACKAGES = (
     "gated_packages",
     "rope",
     "rope_packages",
+    "quantized",
+    "quantized_packages",
     "torchtitan",
 )
 """Modules of the library that choose between packages; a package has no use for them."""

@@ -37,6 +37,7 @@ _OF_TARGET = (
     "barriers_per_sm",
     "max_vector_bytes",
     "has_bulk_copy",
+    "has_fp8",
 )
 GIVEN_NAMES = ("exact", "gpu", *_OF_PROBLEM, *_OF_TARGET)
 """Names whose values follow from the problem and the target alone."""
@@ -148,13 +149,14 @@ IMPLIED = DERIVED | {
     "way": Derived(REDUCTION_KNOBS, lambda v, p, t: v.strategy.way),
     "bulk_adds": Derived(REDUCTION_KNOBS, lambda v, p, t: v.strategy.bulk_adds),
     "adds_early": Derived((), lambda v, p, t: may_add_early(v.operation)),
+    "block_columns": Derived((), lambda v, p, t: v.block_columns),
     "shifted": Derived(("cluster", "vector_bytes"), lambda v, p, t: v.shifted),
     "may_shift": Derived(_SHIFT, lambda v, p, t: v.may_shift),
     "grid_step": Derived((*_SHIFT, "rows_per_cta"), lambda v, p, t: v.grid_step),
 }
-"""All names that follow from a config: the numbers, facts of its strategy, whether the template of
-its operation can add to the sums over the rows before the row sum, and what is about rows that are
-no whole vectors."""
+"""All names that follow from a config: the numbers, facts of its strategy, of its operation whether
+the template can add to the sums over the rows before the row sum, and how many columns share a
+scale, and what is about rows that are no whole vectors."""
 
 MOST_CHARACTERS = 1000
 _ALLOWED = (

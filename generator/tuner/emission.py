@@ -76,9 +76,8 @@ def emit(
     def compile(variants: list[Variant]) -> list[Compiled]:
         return _compile(variants, pool, partial(status.phase, next(phases)))
 
-    fallbacks = compile_fallbacks(
-        target, compile, fallbacks_to_compile(plan.fallbacks_of_operation, target, plan.problems)
-    )
+    wanted = (plan.fallbacks_of_operation, target, plan.problems, plan.operation.name)
+    fallbacks = compile_fallbacks(target, compile, fallbacks_to_compile(*wanted))
     forwards = None
     if plan.operation.forward:
         tell = partial(status.phase, "forward kernels")

@@ -202,9 +202,14 @@ class BatchInvariantPackage(Package):
             return self._copied(options)
         return super()._with_kernel(given, options, device)
 
-    def patch(self, model: torch.nn.Module, casting: str | None = None) -> list[str]:
+    def patch(
+        self, model: torch.nn.Module, casting: str | None = None, *, fuse: bool = False
+    ) -> list[str]:
         """Patch a model as `Package.patch` does, but for the casting "llama", whose product with
-        the weight and its gradient are PyTorch's. Raises ValueError for it."""
+        the weight and its gradient are PyTorch's, and for `fuse`, whose kernels sum as the number
+        of rows says. Raises ValueError for both."""
+        if fuse:
+            raise ValueError("no kernels of rms_norm_rope are batch-invariant: leave fuse out")
         if casting == "llama":
             raise ValueError(
                 'with casting="llama" PyTorch computes the gradient of the weight, and its bits '

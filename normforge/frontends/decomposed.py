@@ -8,14 +8,22 @@ each: `x.float()` and `x.to(torch.float32)`, `w * y` and `y * w`, with and witho
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 
-from .graph_values import are_alike, fake_value, in_one_place, is_contiguous, same_size, value_of
+from .graph_values import (
+    VALUES,
+    are_alike,
+    fake_value,
+    in_one_place,
+    order_in_memory,
+    same_size,
+    value_of,
+)
 from .routes import MARK
 
 _aten = torch.ops.aten
@@ -41,29 +49,36 @@ _KINDS = {spelling: kind for kind, spellings in _SPELLINGS.items() for spelling 
 
 
 class _Norm(NamedTuple):
-    """A norm as the arguments of the operator, and the nodes that write it out, the last of which
-    has its result."""
+    """A norm as the arguments of the operator, the nodes that write it out, the last of which has
+    its result, and the order of its dimensions in memory."""
 
     x: Node
     weight: Node | None
     eps: Any
     weight_offset: float
     nodes: list[Node]
+    order: tuple[int, ...]
 
 
-def replace_decomposed(graph: torch.fx.Graph, operators: Any) -> int:
+def replace_decomposed(
+    graph: torch.fx.Graph, operators: Any, is_routed: Callable[..., bool] | None = None
+) -> int:
     """Replace norms over the last dimension that a graph writes out by the operator. Returns how
-    many.
+    many. is_routed: as Worth, of those that are to be replaced; None for all.
 
     x is in bf16, fp16 or fp32, everything up to xhat in fp32, and the result in x's dtype. The
     weight may be missing, and may have a number added to it in fp32. A cast of xhat to x's dtype
     before the product is left out. Nothing else takes what is in between, and no other node stands
-    there.
+    there. Rows that lie in another order than that of their dimensions, as transposed heads do, go
+    to the operator as they lie.
     """
     replaced = 0
     for node in list(graph.nodes):
         found = _read(node) if _kind(node) == "rsqrt" else None
-        if found is not None:
+        if found is None:
+            continue
+        x, weight, _, offset, nodes, _ = found
+        if is_routed is None or is_routed(x, weight, offset, nodes, nodes[-1]):
             _replace(graph, found, operators)
             replaced += 1
     if replaced:
@@ -73,16 +88,24 @@ def replace_decomposed(graph: torch.fx.Graph, operators: Any) -> int:
 
 def _replace(graph: torch.fx.Graph, norm: _Norm, operators: Any) -> None:
     rms_norm, last = operators.rms_norm, norm.nodes[-1]
-    arguments = (*norm[:4], operators.package)
+    meta = {key: known for key, known in last.meta.items() if key not in VALUES}
+    moved = norm.order != tuple(range(len(norm.order)))  # its result would be contiguous
+
+    def call(target: Any, *arguments: Any) -> Node:
+        made = graph.call_function(target, arguments)
+        made.meta = dict(meta)
+        value = fake_value(target, arguments)
+        if value is not None:
+            made.meta["val"] = value
+        return made
+
     with graph.inserting_before(last):
-        call = graph.call_function(rms_norm, arguments)
-        item = graph.call_function(operator.getitem, (call, 0))
+        x = call(_aten.permute.default, norm.x, norm.order) if moved else norm.x
+        item = call(operator.getitem, call(rms_norm, x, *norm[1:4], operators.package), 0)
+        if moved:
+            back = tuple(norm.order.index(i) for i in range(len(norm.order)))
+            item = call(_aten.permute.default, item, back)
     item.meta = dict(last.meta)
-    values = ("val", "example_value", "tensor_meta")
-    call.meta = {key: known for key, known in last.meta.items() if key not in values}
-    value = fake_value(rms_norm, arguments)
-    if value is not None:
-        call.meta["val"] = value
     last.replace_all_uses_with(item)
     for node in reversed(norm.nodes):
         graph.erase_node(node)
@@ -107,8 +130,9 @@ def _read(rsqrt: Node) -> _Norm | None:
         return None
     for result, weight, offset, later in _results(x, xhat):
         run = _in_one_run(nodes | later, result)
-        if run is not None and _may_be_replaced(x, run):
-            return _Norm(x, weight, eps, offset, run)
+        order = order_in_memory(value_of(result)) if run is not None else None
+        if run is not None and order is not None and _may_be_replaced(x, run):
+            return _Norm(x, weight, eps, offset, run, order)
     return None
 
 
@@ -160,12 +184,11 @@ def _in_one_run(nodes: set[Node], result: Node) -> list[Node] | None:
 
 
 def _may_be_replaced(x: Node, run: list[Node]) -> bool:
-    """Return True if the result is laid out as the operator's, and nobody sees the nodes before
-    it."""
+    """Return True if the operator computes the result, and nobody sees the nodes before it."""
     rows, result = value_of(x), value_of(run[-1])
     if type(rows) is not FakeTensor:  # it is a DTensor
         return False
-    if not are_alike(rows, result) or not is_contiguous(result):
+    if not are_alike(rows, result):
         return False
     if rows.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return False

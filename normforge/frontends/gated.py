@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from pickle import PicklingError
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -18,6 +18,7 @@ from .gated_checks import check_gated, kind_of
 from .gated_module import RMSNormGated
 from .gated_node import SERVED, Gradients, formula, gated_norm, gradients_by_formula
 from .gated_patch import forward_that_serves, is_gated
+from .library import Served
 from .package import _package_of
 from .patch import REMADE, is_served, original_forward, replace_forwards, unpatch
 from .row_functions import OneOperation, RowFunctions
@@ -29,9 +30,11 @@ _LAYER = "RMSNormGated"
 class GatedFunctions(RowFunctions):
     """The functions of gated RMSNorms. Safe to use from several threads."""
 
+    served: ClassVar[Served[Any]] = SERVED
+
     def __init__(self, sources: Callable[[str], Source | str], name: str) -> None:
         """sources, name: as of RowFunctions."""
-        super().__init__(sources, name, SERVED)
+        super().__init__(sources, name)
         # A class per package, under a name by which pickle finds it.
         members = {"_package": property(lambda _: self), "__doc__": RMSNormGated.__doc__}
         self.RMSNormGated: type[RMSNormGated] = type("RMSNormGated", (RMSNormGated,), members)

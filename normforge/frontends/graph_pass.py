@@ -23,9 +23,12 @@ from torch.fx import GraphModule, Node
 
 from .additions import fold_additions
 from .decomposed import replace_decomposed
+from .layouts import ask_for_layouts
+from .left import write_out
 from .library import VERSION, namespace
 from .operators import NormOperators, Operators
 from .routes import MARK, getitems, is_tiny
+from .worth import Worth
 
 Pass = Callable[..., GraphModule]
 """Takes a graph module and, as graph trainers give it, the example inputs; returns the module."""
@@ -99,16 +102,20 @@ class Counts(NamedTuple):
 
 
 def route(
-    module: GraphModule, operators: NormOperators, *, written_out_only: bool = False
+    module: GraphModule,
+    operators: NormOperators,
+    *,
+    written_out_only: bool = False,
+    is_routed: Callable[..., bool] | None = None,
 ) -> GraphModule:
     """Replace every norm over the last dimension by the operators of a package, together with the
     additions that `fold_additions` folds into them. written_out_only: only what
-    `replace_decomposed` finds, and no addition."""
+    `replace_decomposed` finds, and no addition; is_routed: as there."""
     counts = []
     for each in graph_modules(module):
         written_out = 0
         if isinstance(operators, Operators):
-            written_out = replace_decomposed(each.graph, operators)
+            written_out = replace_decomposed(each.graph, operators, is_routed)
         # This comes behind it, for its norms have additions, too.
         found = Counts() if written_out_only else route_graph(each.graph, operators)
         found = found._replace(written_out=written_out)
@@ -199,10 +206,23 @@ def has_tiny_eps(module: GraphModule, norm: AnyOperators) -> bool:
     return False
 
 
+def route_before_autograd(module: GraphModule, operators: NormOperators) -> None:
+    """Route what a graph of Dynamo writes out, and write out those of PyTorch's norms that are
+    better left to Inductor. `Worth` says which these are, where bits may depend on that."""
+    if not isinstance(operators, Operators):
+        return
+    is_routed = None if operators.invariant else Worth(operators)
+    route(module, operators, written_out_only=True, is_routed=is_routed)
+    if is_routed is not None:
+        for each in graph_modules(module):
+            write_out(each, is_routed)
+
+
 def make_backend(operators: NormOperators, **inductor_configs: Any) -> Callable[..., Any]:
     """A backend for torch.compile: Inductor with these settings, which override those of
     torch.compile's `mode` and `options`, but what `route` takes of the norm
-    stays whole and is this package's, and so are RMSNorms that are written out. Inductor's caches
+    stays whole and is this package's, and so are RMSNorms that are written out, but for those that
+    `Worth` leaves to Inductor. Inductor's caches
     keep what it compiles under keys that have the package, VERSION and the code of the pass. In a
     graph where `has_tiny_eps`, PyTorch's norms are Inductor's.
 
@@ -226,9 +246,11 @@ def make_backend(operators: NormOperators, **inductor_configs: Any) -> Callable[
         class RouteNorms(CustomGraphPass):
             def __call__(self, graph: torch.fx.Graph) -> None:
                 route_graph(graph, operators).tell(operators)
+                ask_for_layouts(graph, operators)
 
             def uuid(self) -> bytes:
-                return get_hash_for_files(_FILES, asks_for)
+                adds = getattr(getattr(operators, "norm_and_add", None), "missing", "")
+                return get_hash_for_files(_FILES, asks_for + adds)
 
         asked = dict(list_mode_options(mode or "default"))
         asked |= {name.replace("-", "_"): value for name, value in (options or {}).items()}
@@ -237,7 +259,7 @@ def make_backend(operators: NormOperators, **inductor_configs: Any) -> Callable[
             _refuse_other(getattr(config, _SLOT))
             table = None if has_tiny_eps(module, operators) else Decompositions(operators)
         settings = {**asked, _SLOT: RouteNorms()}
-        route(module, operators, written_out_only=True)
+        route_before_autograd(module, operators)
         return compile_fx(
             module, example_inputs, decompositions=table, config_patches=settings, **more
         )

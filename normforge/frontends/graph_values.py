@@ -3,7 +3,9 @@ here fixes a symbol."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -12,6 +14,10 @@ from torch.fx import Node
 _PLACE = ("custom", "recompute", "ac_graph_id", "partitioner_tag")
 """Keys that other passes and users write into meta, to say on which stream, in which region and in
 which half of a step a node runs, and whether it runs again in the backward."""
+VALUES = ("val", "example_value", "tensor_meta")
+"""Keys of what tracing knows about a node's result."""
+_MOST_DIMENSIONS = 5
+"""There are 24 orders of so many, of which the last stays."""
 
 
 def value_of(node: Any) -> Any:
@@ -19,6 +25,11 @@ def value_of(node: Any) -> Any:
     if not isinstance(node, Node):
         return None
     return node.meta.get("val", node.meta.get("example_value"))
+
+
+def fake_mode_of(value: Any) -> Any:
+    """Return the mode of a fake tensor, as a context; an empty one for others."""
+    return getattr(value, "fake_mode", None) or nullcontext()
 
 
 def in_one_place(nodes: Iterable[Node]) -> bool:
@@ -45,8 +56,24 @@ def are_alike(one: Any, two: Any) -> bool:
 
 def is_contiguous(tensor: torch.Tensor) -> bool:
     """Return what the tensor's method of this name does, which would fix symbols."""
+    return _is_dense(tuple(zip(tensor.shape, tensor.stride(), strict=True)))
+
+
+def order_in_memory(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Return the order of a tensor's dimensions, the last of which stays, in which it is
+    contiguous; None if there is none."""
+    steps = tuple(zip(tensor.shape, tensor.stride(), strict=True))
+    if not steps or len(steps) > _MOST_DIMENSIONS:
+        return None
+    *leading, last = range(len(steps))
+    orders = ((*order, last) for order in permutations(leading))
+    return next((order for order in orders if _is_dense([steps[i] for i in order])), None)
+
+
+def _is_dense(steps: Sequence[tuple[Any, Any]]) -> bool:
+    """Return True if dimensions of these sizes and strides have no gaps, in this order."""
     step: Any = 1
-    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+    for size, stride in reversed(steps):
         if not same_size(size, 1) and not same_size(stride, step):
             return False
         step = step * size

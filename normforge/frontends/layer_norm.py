@@ -1,11 +1,12 @@
-"""LayerNorm: the functions of a package for its backward. The forward is PyTorch's."""
+"""LayerNorm: the functions of a package of its backward. The forward is PyTorch's where the package
+beside it, of the forward, has no kernel."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, overload
+from typing import Any, overload
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -25,14 +26,10 @@ from ..torch_internals import (
 )
 from .differentiable import is_foreign
 from .dtensor import is_dtensor
-from .layer_norm_operators import (
-    LayerNormOperators,
-    eager_layer_norm,
-    layer_norm_forward,
-    layer_norm_node,
-)
+from .layer_norm_forward import LayerNormKernels, layer_norm_forward
+from .layer_norm_module import LayerNorm
+from .layer_norm_operators import LayerNormOperators, eager_layer_norm, layer_norm_node
 from .layer_norm_routes import LAYER_NORM, dw_and_db, layer_norm_aten_call
-from .module import flat, like
 from .package import NormPackage
 from .patch import ALREADY, REMADE, ModuleForward, replace_forwards
 from .tried import is_layer_norm
@@ -51,8 +48,10 @@ class LayerNormPackage(NormPackage):
     def __init__(self, of: Path | Source, name: str = "") -> None:
         super().__init__(of, name)
         self.ops = LayerNormOperators(self.name, self._run, self._quick)
-        self._node = layer_norm_node(layer_norm_forward, lambda _: self._serve, self._quick)
-        self._eager = eager_layer_norm(self._serve, self._quick)
+        self._kernels = self.ops.by_kernel = LayerNormKernels(None if callable(of) else of)
+        self._forward = partial(layer_norm_forward, by_kernel=self._kernels)
+        self._node = layer_norm_node(self._forward, lambda _: self._serve, self._quick)
+        self._eager = eager_layer_norm(self._kernels, self._serve, self._quick)
         # A class per package, under a name by which pickle finds it.
         members = {"_package": property(lambda _: self), "__doc__": LayerNorm.__doc__}
         self.LayerNorm: type[LayerNorm] = type("LayerNorm", (LayerNorm,), members)
@@ -154,7 +153,30 @@ class LayerNormPackage(NormPackage):
             return layer_norm_forward
         if watched() or not plain:
             return self.ops.layer_norm
-        return self._node.apply if torch.is_grad_enabled() else layer_norm_forward
+        return self._node.apply if torch.is_grad_enabled() else self._forward
+
+    def layer_norm_forward(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        eps: float = 1e-5,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Compute y = (x - mean) * rstd * weight + bias, and what `layer_norm_backward` takes.
+
+        No gradient flows through the results. The arguments are those of `layer_norm`.
+
+        Returns:
+            (y, mean, rstd), with rstd = 1 / sqrt(var(x) + eps). y has x's shape and dtype. mean and
+                rstd are fp32, one value per row.
+
+        Raises:
+            TypeError, ValueError: if the arguments do not fit together.
+        """
+        given = (x, None, served_dtype(weight, x), served_dtype(bias, x), float_of(eps), self.name)
+        with torch.no_grad():
+            y, mean, rstd, _ = self._forward_for(given)(*given)
+        return y, mean, rstd
 
     def layer_norm_backward(
         self,
@@ -242,29 +264,3 @@ class LayerNormPackage(NormPackage):
             return self._patched_forward if is_layer_norm(module) else other
 
         return replace_forwards(model, self._layer, forward_for)
-
-
-class LayerNorm(torch.nn.LayerNorm):
-    """torch.nn.LayerNorm, with its arguments and its state dict, whose backward is this package's.
-    The result has x's dtype. Takes a residual, as `layer_norm` does."""
-
-    _package: ClassVar[LayerNormPackage]
-    """Every package has a subclass of this class."""
-
-    def forward(self, input: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-        shape = self.normalized_shape
-        rows, other, weight, bias = flat(shape, input, residual, self.weight, self.bias)
-        y = self._package.layer_norm(rows, weight, bias, self.eps, residual=other)
-        return like(input, y, shape)
-
-    if TYPE_CHECKING:
-
-        @overload
-        def __call__(self, input: torch.Tensor, residual: None = None) -> torch.Tensor: ...
-
-        @overload
-        def __call__(
-            self, input: torch.Tensor, residual: torch.Tensor
-        ) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-        def __call__(self, *given: Any, **named: Any) -> Any: ...

@@ -1,16 +1,15 @@
-"""LayerNorm's forward by PyTorch, its node of autograd, and the operators of a package."""
+"""LayerNorm's node of autograd, and the operators of a package."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, ClassVar
 
 import torch
 
 from ..serve.call import QuickCall
-from ..serve.checks import check_forward
 from ..serve.options import DTYPES, SMALLEST_EPS, Backward
-from ..serve.reference import wide_dtype
 from .gradients import (
     autograd_of,
     autograd_of_backward,
@@ -18,6 +17,7 @@ from .gradients import (
     gradients,
     is_watched,
 )
+from .layer_norm_forward import ByKernel, layer_norm_forward, no_kernel
 from .layer_norm_routes import LAYER_NORM_ROUTES, dw_and_db
 from .library import Implementation, Served, decompose, define, differentiate
 from .operators import (
@@ -35,29 +35,6 @@ LAYER_NORM_SCHEMAS = {
     " ScalarType? dw_dtype, float weight_offset, bool need_dx, bool need_dw, str package,"
     " Tensor mean) -> (Tensor, Tensor, Tensor)",
 }
-
-
-def layer_norm_forward(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    package: str = "",
-) -> tuple[torch.Tensor, ...]:
-    """Return y of x's dtype, mean and rstd of every row in fp32 (in float64 for float64), and x +
-    residual in the residual's dtype, without one an empty tensor. Differentiable. package: as of
-    the operator; any gives the same. Raises TypeError or ValueError."""
-    check_forward(x, weight, residual, bias=bias, heads=False)
-    stream = x.new_empty(0) if residual is None else (x + residual).to(residual.dtype).contiguous()
-    rows = x if residual is None else stream
-    scales: list[torch.Tensor | None] = [weight, bias]
-    # PyTorch's kernel takes one dtype, and on the CPU rounds mean and rstd to it.
-    if not rows.is_cuda or any(p is not None and p.dtype != rows.dtype for p in scales):
-        compute = wide_dtype(rows)
-        rows, scales = rows.to(compute), [None if p is None else p.to(compute) for p in scales]
-    y, mean, rstd = torch.ops.aten.native_layer_norm(rows, rows.shape[-1:], *scales, eps)
-    return y.to(x.dtype), mean, rstd, stream
 
 
 def layer_norm_node(
@@ -89,16 +66,22 @@ def layer_norm_node(
     return LayerNormNode
 
 
-def eager_layer_norm(backward: Backward, quick: QuickCall) -> Callable[..., torch.Tensor | None]:
+def eager_layer_norm(
+    by_kernel: ByKernel, backward: Backward, quick: QuickCall
+) -> Callable[..., torch.Tensor | None]:
     """Return the function that serves `layer_norm(x, weight, bias, eps)` of plain tensors in the
     shortest way. It gives None for arguments that need more than PyTorch's kernel or do not fit
-    together. backward, quick: as in `layer_norm_node`."""
+    together. by_kernel: what computes the forward where it can; backward, quick: as in
+    `layer_norm_node`."""
 
     class EagerLayerNorm(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *given: Any) -> torch.Tensor:
             x, weight, bias, ctx.eps = given
-            y, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], weight, bias, ctx.eps)
+            found = by_kernel(x, weight, bias, ctx.eps)
+            if found is None:
+                found = torch.native_layer_norm(x, x.shape[-1:], weight, bias, ctx.eps)
+            y, mean, rstd = found
             ctx.save_for_backward(x, weight, rstd, mean)
             ctx.x_dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
             ctx.set_materialize_grads(False)
@@ -132,7 +115,8 @@ def eager_layer_norm(backward: Backward, quick: QuickCall) -> Callable[..., torc
             return None
         if (x.requires_grad or scales) and torch.is_grad_enabled():
             return EagerLayerNorm.apply(x, weight, bias, eps)
-        return torch.layer_norm(x, size, weight, bias, eps).to(dtype)
+        found = by_kernel(x, weight, bias, eps)
+        return torch.layer_norm(x, size, weight, bias, eps).to(dtype) if found is None else found[0]
 
     return call
 
@@ -173,7 +157,7 @@ def layer_norm_gradients(
 
 class LayerNormOperators(NormOperators):
     """The server of LayerNorm's operators for one package. Their forward is
-    `layer_norm_forward`."""
+    `layer_norm_forward`, with the kernels of `by_kernel`."""
 
     layer = "LayerNorm"
     aten = ("native_layer_norm", "native_layer_norm_backward")
@@ -181,11 +165,21 @@ class LayerNormOperators(NormOperators):
     served: ClassVar[Served[LayerNormOperators]] = Served()
     layer_norm: ClassVar[Any]
     layer_norm_backward: ClassVar[Any]
+    by_kernel: ByKernel = staticmethod(no_kernel)
 
 
 # ---- Registered once, when this is imported ------------------------------------------------------
 
 _served = LayerNormOperators.served
+
+
+def _layer_norm(x: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
+    operators = _served.known.get(others[-1])
+    if operators is None and x.is_cuda:
+        with suppress(RuntimeError):  # this process has no such package: PyTorch serves
+            operators = _served(others[-1])
+    by_kernel = no_kernel if operators is None else operators.by_kernel
+    return layer_norm_forward(x, *others, by_kernel=by_kernel)
 
 
 def _fake_layer_norm(x: Any, residual: Any, *_: Any) -> tuple[torch.Tensor, ...]:
@@ -197,7 +191,7 @@ def _define(name: str, run: Implementation, fake: Implementation) -> Any:
     return define(name, LAYER_NORM_SCHEMAS[name], run, fake)
 
 
-LayerNormOperators.layer_norm = _define("layer_norm", layer_norm_forward, _fake_layer_norm)
+LayerNormOperators.layer_norm = _define("layer_norm", _layer_norm, _fake_layer_norm)
 decompose(LayerNormOperators.layer_norm, layer_norm_forward)
 _backward = implementation_of_backward(_served)
 LayerNormOperators.layer_norm_backward = LayerNormOperators.backward_operator = _define(
@@ -212,7 +206,7 @@ differentiate(
     LayerNormOperators.layer_norm,
     autograd_of(
         LayerNormOperators.layer_norm,
-        layer_norm_forward,
+        _layer_norm,
         layer_norm_node(
             lambda *given: below_autograd(LayerNormOperators.layer_norm, given),
             lambda package: _served(package).backward,

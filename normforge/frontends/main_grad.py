@@ -14,10 +14,14 @@ from .dtensor import is_dtensor
 from .gradients import gradients_of_sum, is_watched
 from .rms_norm import Norm
 
-_REFUSED = (
-    "RMSNorm(main_grad=True) has no second derivative, no batched backward and no forward mode: "
-    "run without create_graph=True, is_grads_batched=True, torch.func.vmap and dual tensors"
-)
+
+def refused(layer: str = "RMSNorm") -> str:
+    """Return what a layer with main_grad says of derivatives that it does not have."""
+    return (
+        f"{layer}(main_grad=True) has no second derivative, no batched backward and no forward "
+        "mode: run without create_graph=True, is_grads_batched=True, torch.func.vmap and dual "
+        "tensors"
+    )
 
 
 def main_grad_norm(
@@ -35,7 +39,7 @@ def main_grad_norm(
     if not adds or not isinstance(x, torch.Tensor) or tracing() is not None:
         return norm.rms_norm(x, weight, eps, weight_offset=weight_offset, residual=residual)
     if not is_dynamo_compiling() and transforms_active():
-        raise RuntimeError(_REFUSED)
+        raise RuntimeError(refused())
     apply: Any = _MainGradNorm.apply
     if is_dynamo_compiling():
         # A graph would not see what happens to attributes of a parameter. Not a decorator: the
@@ -77,7 +81,7 @@ class _MainGradNorm(torch.autograd.Function):
         ctx: Any, dy: torch.Tensor | None, dstream: torch.Tensor | None = None
     ) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
-            raise RuntimeError(_REFUSED)
+            raise RuntimeError(refused())
         _, needs_x, needs_residual, _, needs_dw, _, _ = ctx.needs_input_grad
         seen = is_watched(dy, dstream)
         run = ctx.norm.operators.backward if seen else ctx.norm.run
@@ -90,7 +94,7 @@ class _MainGradNorm(torch.autograd.Function):
                 results = run(given, options)
             else:
                 add = not getattr(ctx.parameter, "overwrite_main_grad", False)
-                buffer = _main_grad(ctx.parameter, given.weight.shape)
+                buffer = buffer_of(ctx.parameter, given.weight.shape)
                 # Wide rows may have made the weight wide, and then this is not its dtype any more.
                 narrow = buffer.dtype == ctx.parameter.dtype != given.weight.dtype
                 # This does what dataclasses.replace does, in 0.7 us less of every backward.
@@ -106,38 +110,44 @@ class _MainGradNorm(torch.autograd.Function):
         needs = (needs_x, needs_residual, needs_dw)
         dx, dresidual, dw = gradients_of_sum(into_main_grad, ctx, needs, dy, dstream, seen)
         if dw is not None and not added:  # the formula has added nothing to the buffer
-            raise RuntimeError(_REFUSED)
-        dummy = None if dw is None else _dummy(ctx.parameter)
+            raise RuntimeError(refused())
+        dummy = None if dw is None else dummy_of(ctx.parameter)
         return None, dx, dresidual, None, dummy, None, None
 
 
-def _main_grad(parameter: torch.nn.Parameter, shape: torch.Size) -> torch.Tensor:
-    """The buffer of a parameter, in the shape of its weight. Trainers that shard parameters make it
-    on request."""
+def buffer_of(
+    parameter: torch.nn.Parameter,
+    shape: torch.Size,
+    name: str = "weight",
+    layer: str = "RMSNorm",
+) -> torch.Tensor:
+    """The buffer of a parameter of a layer, in this shape. Trainers that shard parameters make it
+    on request. name: the parameter's. Raises RuntimeError or TypeError for one that does not
+    fit."""
     on_request = getattr(parameter, "get_main_grad", None)
     buffer = getattr(parameter, "main_grad", None) if on_request is None else on_request()
     if buffer is None:
         raise RuntimeError(
-            "RMSNorm(main_grad=True) adds its gradient to weight.main_grad, and there is none: "
+            f"{layer}(main_grad=True) adds its gradient to {name}.main_grad, and there is none: "
             "let the trainer make its buffers before the first backward"
         )
     alike = is_plain(buffer) and is_plain(parameter)
     if not alike and is_dtensor(buffer) != is_dtensor(parameter):
         wanted, got = "a DTensor" if is_dtensor(parameter) else "no DTensor", type(buffer).__name__
         raise TypeError(
-            f"weight.main_grad must be {wanted}, as the weight is, got {got}: make it with "
-            "torch.zeros_like(weight)"
+            f"{name}.main_grad must be {wanted}, as the {name} is, got {got}: make it with "
+            f"torch.zeros_like({name})"
         )
     try:
         return buffer.view(shape)
     except RuntimeError as error:
         raise RuntimeError(
-            "weight.main_grad must be contiguous, with the weight's shape "
+            f"{name}.main_grad must be contiguous, with the {name}'s shape "
             f"{tuple(parameter.shape)}, got {tuple(buffer.shape)}"
         ) from error
 
 
-def _dummy(parameter: torch.nn.Parameter) -> torch.Tensor | None:
+def dummy_of(parameter: torch.nn.Parameter) -> torch.Tensor | None:
     """Return the tensor that autograd sees as the gradient that is in the buffer already. Trainers
     whose hooks start a communication want some tensor, and drop it."""
     if not hasattr(parameter, "grad_added_to_main_grad"):

@@ -35,6 +35,8 @@ from .row_nodes import applied
 from .unfused import norm_then_add
 
 _FP32_EPS = torch.finfo(torch.float32).eps
+_MANY = 4096
+"""Rows for which a kernel is asked where their number is not known."""
 
 
 class NormAndAdd:
@@ -55,9 +57,33 @@ class NormAndAdd:
             self._server = RowServer(RMSNORM_ADD_FORWARD, self._source())
         return self._server
 
+    @property
+    def missing(self) -> str:
+        """The reason why there are no kernels at all, "" where there are."""
+        return self.server.missing
+
     def may_serve(self, x: torch.Tensor) -> bool:
         """Return False if there are no kernels for rows like x."""
-        return x.is_cuda and x.dtype in DTYPES and x.numel() > 0 and not self.server.missing
+        return x.is_cuda and x.dtype in DTYPES and x.numel() > 0 and not self.missing
+
+    def serves(self, x: torch.Tensor, weight: torch.Tensor | None, offset: bool) -> bool:
+        """Return True if there is a kernel for rows like x, which may be a fake of sizes that
+        tracing does not know."""
+        scale = x if weight is None else weight
+        width, dtype = x.shape[-1], DTYPES.get(x.dtype, "")
+        served = x.is_cuda and dtype and scale.dtype in DTYPES and not self.missing
+        if not served or scale.shape[-1:] != x.shape[-1:] or not isinstance(width, int):
+            return False
+        known = all(isinstance(size, int) for size in x.shape)
+        count = x.shape[:-1].numel() if known else _MANY
+        return self.has_kernel(max(1, count), width, dtype, DTYPES[scale.dtype], offset)
+
+    def has_kernel(self, M: int, N: int, dtype: str, weight_dtype: str, offset: bool) -> bool:
+        """Return True if there is a kernel for M rows of N columns of these dtypes, or one without
+        the offset for the sum of weight and offset."""
+        asked = [(weight_dtype, offset), *[("fp32", False)] * offset]
+        found = (self.server.explain(M, N, dtype, *one) for one in asked)
+        return any(one["kernel"] is not None for one in found)
 
     def count(self, x: torch.Tensor, weight: torch.Tensor | None, offset: float) -> None:
         """Tell who collects of a call that no kernel serves, for which one may be tuned."""

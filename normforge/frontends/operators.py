@@ -62,6 +62,8 @@ class NormOperators:
     """The operators."""
     backward_operator: ClassVar[Any]
     """The operator of the backward."""
+    invariant = False
+    """True for batch-invariant kernels, whose place no others may take."""
 
     def __init__(self, package: str, backward: Backward, quick: QuickCall) -> None:
         self.package, self._backward, self._quick = package, backward, quick

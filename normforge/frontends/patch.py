@@ -30,7 +30,8 @@ from .tried import (
 )
 
 CASTINGS = ("llama", "gemma", "torch")
-_ORIGINAL, _SERVED = "_normforge_original", "_normforge_served"
+ORIGINAL, _SERVED = "_normforge_original", "_normforge_served"
+"""Attributes of a patched class: the class that it was made of, and what it serves."""
 REMADE = "_normforge_remade"  # attribute of what makes a ModuleForward out of a pickle
 _LIBRARY = Path(__file__).parent.parent
 ALREADY = "a package serves it already"
@@ -168,7 +169,7 @@ def is_served(module: torch.nn.Module, norm: str) -> bool:
 
 def original_forward(module: torch.nn.Module, *given: Any) -> Any:
     """Compute what the forward of such a module computed before."""
-    return getattr(type(module), _ORIGINAL).forward(module, *given)
+    return getattr(type(module), ORIGINAL).forward(module, *given)
 
 
 def _check_module(model: object) -> None:
@@ -183,7 +184,7 @@ def _free(model: torch.nn.Module, norm: str) -> list[str]:
         kind = type(module)
         # An inherited mark does not count: the class may be made of a patched one.
         if vars(kind).get(_SERVED) == norm:
-            module.__class__ = vars(kind)[_ORIGINAL]
+            module.__class__ = vars(kind)[ORIGINAL]
             freed.append(name)
     return freed
 
@@ -235,12 +236,14 @@ def _forward_of(norm: Norm, casting: str) -> ModuleForward:
 def _patched(kind: Any, norm: str, forward: ModuleForward) -> type:
     """A subclass of a class of norms, with another forward, whose arguments have the same names and
     defaults."""
-    original: Any = getattr(kind, _ORIGINAL, kind)
+    original: Any = getattr(kind, ORIGINAL, kind)
     _, *given = inspect.signature(original.forward).parameters.values()
-    names = ", ".join(one.name for one in given)
+    kinds = inspect.Parameter
+    stars: dict[Any, str] = {kinds.VAR_POSITIONAL: "*", kinds.VAR_KEYWORD: "**"}
+    names = ", ".join(stars.get(one.kind, "") + one.name for one in given)
     scope: dict[str, Any] = {"served": forward}
     exec(f"def forward(self, {names}):\n    return served(self, {names})", scope)
-    defaults = (one.default for one in given if one.default is not inspect.Parameter.empty)
+    defaults = (one.default for one in given if one.default is not kinds.empty)
     scope["forward"].__defaults__ = tuple(defaults)
 
     def reduce(self: Any, protocol: Any) -> Any:
@@ -260,7 +263,7 @@ def _patched(kind: Any, norm: str, forward: ModuleForward) -> type:
         "__doc__": kind.__doc__,
         "extra_repr": extra_repr,
         "__reduce_ex__": reduce,
-        _ORIGINAL: kind,
+        ORIGINAL: kind,
         _SERVED: norm,
     }
     found = type(kind.__name__, (kind,), members)

@@ -3,18 +3,15 @@ backward, or of those of all GPUs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
-from pickle import PicklingError
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from ..operations import RMSNORM_ROPE_BACKWARD, RMSNORM_ROPE_FORWARD, ROTATED
-from ..serve.kernels import Source
 from ..serve.options import SMALLEST_EPS
 from ..torch_internals import float_of, served_dtype
+from .library import Served
 from .rope_checks import check_rotated, checked_heads, turns_of
 from .rope_node import (
     SERVED,
@@ -28,25 +25,11 @@ from .rope_packed import packed_norms, parts_of
 from .row_functions import OneOperation, RowFunctions
 
 
-def _named(name: str) -> Any:
-    """Return the functions by their name, also in a process that has used none yet."""
-    import_module("..rope_packages", __package__)
-    return SERVED(name)
-
-
 class RotatedFunctions(RowFunctions):
     """The functions of RMSNorm with the rotary embedding. Safe to use from several threads."""
 
-    def __init__(self, sources: Callable[[str], Source | str], name: str) -> None:
-        """sources, name: as of RowFunctions."""
-        super().__init__(sources, name, SERVED)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle a reference by the name that operators know, so that models that keep a function
-        can be pickled. Raises PicklingError where another package has taken the name."""
-        if SERVED.known.get(self.name) is not self:
-            raise PicklingError(f"another package has taken the name {self.name}")
-        return _named, (self.name,)
+    served: ClassVar[Served[Any]] = SERVED
+    packages = "rope_packages"
 
     def explain(
         self, M: int, N: int, dtype: str, weight_dtype: str = "", *, forward: bool = False

@@ -4,8 +4,10 @@ package, or of all packages."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from pickle import PicklingError
+from typing import Any, ClassVar
 
 import torch
 
@@ -16,18 +18,34 @@ from ..table import Table
 from .library import Served, namespace
 
 
-class RowFunctions:
-    """Functions of operations over rows. Safe to use from several threads."""
+def _named(functions: type[RowFunctions], name: str) -> Any:
+    """Return functions by their name, also in a process that has used none yet."""
+    import_module(f"..{functions.packages}", __package__)
+    return functions.served(name)
 
-    def __init__(
-        self, sources: Callable[[str], Source | str], name: str, served: Served[Any]
-    ) -> None:
+
+class RowFunctions:
+    """Functions of operations over rows. Safe to use from several threads.
+
+    served: those of the operators. packages: the module that finds them by their names.
+    """
+
+    served: ClassVar[Served[Any]]
+    packages: ClassVar[str]
+
+    def __init__(self, sources: Callable[[str], Source | str], name: str) -> None:
         """sources: by operation, where its kernels are, or why there are none; asked at the first
-        call that needs them. name: by which operators know these functions; served: those of the
-        operators."""
+        call that needs them. name: by which operators know these functions."""
         self.name, self._sources = name, sources
         self._servers: dict[str, RowServer] = {}
-        served.add(name, self)
+        self.served.add(name, self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle a reference by the name that operators know, so that models that keep a function
+        can be pickled. Raises PicklingError where another package has taken the name."""
+        if self.served.known.get(self.name) is not self:
+            raise PicklingError(f"another package has taken the name {self.name}")
+        return _named, (type(self), self.name)
 
     def __deepcopy__(self, _: Any) -> Any:
         return self

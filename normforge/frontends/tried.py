@@ -59,13 +59,23 @@ def rows_to_try(width: int) -> list[torch.Tensor]:
     return [rows[:3], rows.view(2, 3, width), rows.view(1, 3, 2, width)]
 
 
+def alike(
+    module: Any, parameters: Parameters, modules: Mapping[str, torch.nn.Module] | None = None
+) -> Any:
+    """A module that has these parameters, and these modules in the place of its own."""
+    # It calls no __new__: FSDP's makes a new module.
+    made = object.__new__(type(module))
+    made.__dict__ |= vars(module)
+    made.__dict__["_parameters"] = dict(parameters)
+    if modules is not None:
+        made.__dict__["_modules"] = dict(modules)
+    return made
+
+
 def with_parameters(module: Any, parameters: Parameters) -> Callable[..., Any]:
-    """The forward of a module that had these parameters."""
-    # The copy has no hooks or parameters, and calls no __new__: FSDP's makes a new module.
-    alike = object.__new__(type(module))
-    alike.__dict__ |= vars(module)
-    alike.__dict__["_parameters"] = dict(parameters)
-    return lambda *given: type(module).forward(alike, *given)
+    """The forward of a module that had these parameters, without its hooks."""
+    other = alike(module, parameters)
+    return lambda *given: type(module).forward(other, *given)
 
 
 def dtypes_of_results(

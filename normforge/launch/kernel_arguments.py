@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-from ..operations.signature import Signature, Tensor
+from ..operations.signature import Signature
+from ..operations.tensor import Tensor
 from ..spec import Launch, ceil_div
 from .row_layout import RowLayout, division_factor, gap_factor
 
@@ -156,7 +157,8 @@ class ArgumentLayout:
         leading, behind = [0] * len(signature.leading), [0] * len(signature.behind)
         numbers = (*extent.values, *behind, *extent.numbers, *extent.of_groups)
         self.main.pack_into(values, 0, *leading, *workspace, *numbers)
-        second = (scratch, 0, launch.partials, extent.columns, extent.dw_mode, extent.group)
+        columns = signature.column_sums * extent.columns
+        second = (scratch, 0, launch.partials, columns, extent.dw_mode, extent.group)
         SUM_ARGUMENTS.pack_into(values, self.second_at, *second)
         return values
 

@@ -7,12 +7,15 @@ from dataclasses import replace
 from .gated_rmsnorm_backward import GATED_BACKWARDS
 from .gated_rmsnorm_forward import GATED_FORWARDS
 from .layernorm_backward import LAYERNORM_BACKWARD
+from .layernorm_forward import LAYERNORM_FORWARD
 from .rmsnorm_add_forward import RMSNORM_ADD_FORWARD
 from .rmsnorm_backward import RMSNORM_BACKWARD
+from .rmsnorm_quantized import FORMATS, RMSNORM_FP8_FORWARD, RMSNORM_MXFP8_FORWARD
 from .rmsnorm_rope import RMSNORM_ROPE_BACKWARD, RMSNORM_ROPE_FORWARD
 from .row_operation import RowOperation
-from .signature import (
-    Signature,
+from .signature import Signature
+from .tensor import (
+    added_columns,
     added_rows,
     columns,
     copied_rows,
@@ -34,17 +37,22 @@ GATED = tuple(o.name for some in (GATED_BACKWARDS, GATED_FORWARDS) for o in some
 ROTATED = (RMSNORM_ROPE_BACKWARD.name, RMSNORM_ROPE_FORWARD.name)
 """The operations of RMSNorm with the rotary embedding, by name."""
 
+QUANTIZED = tuple(operation.name for operation in FORMATS.values())
+"""The operations of RMSNorm that is quantized to FP8, by name."""
+
 OPERATIONS: dict[str, RowOperation] = {
     operation.name: operation
     for operation in (
         RMSNORM_BACKWARD,
         LAYERNORM_BACKWARD,
+        LAYERNORM_FORWARD,
         RMSNORM_INVARIANT_BACKWARD,
         RMSNORM_ADD_FORWARD,
         *GATED_BACKWARDS.values(),
         *GATED_FORWARDS.values(),
         RMSNORM_ROPE_BACKWARD,
         RMSNORM_ROPE_FORWARD,
+        *FORMATS.values(),
     )
 }
 """All operations by name; `register` adds a user's own."""
@@ -64,19 +72,25 @@ def signature_of(operation: str) -> Signature:
 
 
 __all__ = [
+    "FORMATS",
     "GATED",
     "GATED_BACKWARDS",
     "GATED_FORWARDS",
     "LAYERNORM_BACKWARD",
+    "LAYERNORM_FORWARD",
     "OPERATIONS",
+    "QUANTIZED",
     "RMSNORM_ADD_FORWARD",
     "RMSNORM_BACKWARD",
+    "RMSNORM_FP8_FORWARD",
     "RMSNORM_INVARIANT_BACKWARD",
+    "RMSNORM_MXFP8_FORWARD",
     "RMSNORM_ROPE_BACKWARD",
     "RMSNORM_ROPE_FORWARD",
     "ROTATED",
     "RowOperation",
     "Signature",
+    "added_columns",
     "added_rows",
     "columns",
     "copied_rows",

@@ -13,6 +13,13 @@ import torch
 from .row_operation import RowOperation, Terms
 from .signature import Signature
 
+KINDS = {
+    "e4m3": torch.float8_e4m3fn,
+    "e8m0": torch.float8_e8m0fnu,
+    "fp32": torch.float32,
+}
+"""The dtypes of what is quantized and of scales, by their kinds."""
+
 
 def wide_dtype(x: torch.Tensor) -> torch.dtype:
     """Return the dtype that is computed in, and that a forward saves of every row."""
@@ -23,15 +30,17 @@ def terms_of(
     operation: RowOperation, tensors: Mapping[str, Any], compute: torch.dtype, offset: float = 0.0
 ) -> Terms:
     """The terms of an operation's outputs, in the dtype `compute`. tensors: by name; rows as
-    (..., N), numbers of each row in any shape, columns without one for ones, what groups share as
-    (..., N / 2), which is repeated like any operand of PyTorch's, numbers of the call as they are.
-    offset: is added to the columns."""
+    (..., N), numbers of each row in any shape, columns without one for ones or zeros, what groups
+    share as (..., N / 2), which is repeated like any operand of PyTorch's, numbers of the call as
+    they are. offset: is added to the columns that are a factor."""
     signature = operation.signature
     shape = tensors[signature.early[0].name].shape
     given: dict[str, Any] = {}
     for tensor in signature.inputs:
         found: Any = tensors.get(tensor.name)
-        if tensor.role == "columns":
+        if tensor.added:
+            given[tensor.name] = 0.0 if found is None else found.to(compute)
+        elif tensor.role == "columns":
             given[tensor.name] = 1.0 + offset if found is None else found.to(compute) + offset
         elif tensor.role == "row":
             given[tensor.name] = found.to(compute).reshape(*shape[:-1], 1)
@@ -40,6 +49,22 @@ def terms_of(
         elif not tensor.late:
             given[tensor.name] = found.to(compute)
     return operation.terms(**given)
+
+
+def quantize(
+    operation: RowOperation, tensors: Mapping[str, Any], y: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    """Return what an operation quantizes of its first output, and the scales, by name; nothing
+    where it does not. y: in the dtype that is computed in. Where a call's number `rounded` is not
+    0, it is rounded to that of the rows first."""
+    quantized, scales = operation.signature.quantized, operation.signature.scales
+    if operation.quantize is None or quantized is None or scales is None or y is None:
+        return {}
+    numbers = {tensor.name: tensors[tensor.name] for tensor in operation.signature.numbers}
+    if numbers.get("rounded"):
+        y = y.to(tensors[operation.signature.early[0].name].dtype)
+    made = operation.quantize(y.float(), numbers)
+    return {quantized.name: made.values, scales.name: made.scales}
 
 
 def added_to(signature: Signature, tensors: Mapping[str, Any]) -> Any:
@@ -57,7 +82,8 @@ def evaluate(
     """The outputs of an operation by name, before they are rounded: in fp32, or in float64 for
     float64 rows. Differentiable. tensors, offset: as in `terms_of`. Numbers of a row have shape
     (..., 1). Sums over the rows have the shape of the columns, or (N,) without, and one dimension
-    more where there are several. wanted: some outputs, by default all but copies."""
+    more where there are several. What is quantized is so already. wanted: some outputs, by default
+    all but copies."""
     signature = operation.signature
     like = tensors[signature.early[0].name]
     compute = wide_dtype(like)
@@ -69,6 +95,7 @@ def evaluate(
     first, added = signature.outputs[0].name, added_to(signature, tensors)
     if added is not None and first in results:
         results[first] = results[first] + added.to(compute)
+    results |= quantize(operation, tensors, results.get(first))
     sums = signature.sums
     if sums is not None and (wanted is None or sums.name in wanted):
         columns = None if signature.columns is None else tensors.get(signature.columns.name)

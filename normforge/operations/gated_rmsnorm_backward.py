@@ -11,7 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .row_operation import RowOperation, Terms
-from .signature import Signature, columns, number, rows, rows_out, sums
+from .signature import Signature
+from .tensor import columns, number, rows, rows_out, sums
 
 if TYPE_CHECKING:
     import torch

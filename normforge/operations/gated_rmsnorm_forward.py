@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from .gated_rmsnorm_backward import ACTIVATIONS, gated_rmsnorm
 from .row_operation import RowOperation, Terms
-from .signature import Signature, columns, number, rows, rows_out
+from .signature import Signature
+from .tensor import columns, number, rows, rows_out
 
 if TYPE_CHECKING:
     import torch

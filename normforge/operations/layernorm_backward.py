@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from .rmsnorm_backward import RMSNORM_BACKWARD
 from .row_operation import RowOperation, Terms
-from .signature import row
+from .tensor import row
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .row_operation import RowOperation, Terms
-from .signature import Signature, columns, number, row_out, rows, rows_out
+from .signature import Signature
+from .tensor import columns, number, row_out, rows, rows_out
 
 if TYPE_CHECKING:
     import torch

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .row_operation import RowOperation, Terms
-from .signature import Signature, added_rows, columns, copied_rows, row, rows, rows_out, sums
+from .signature import Signature
+from .tensor import added_rows, columns, copied_rows, row, rows, rows_out, sums
 
 if TYPE_CHECKING:
     import torch

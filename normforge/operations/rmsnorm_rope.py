@@ -12,7 +12,8 @@ from typing import Any
 
 from .gated_rmsnorm_backward import EPS, norm_terms
 from .row_operation import RowOperation, Terms
-from .signature import Signature, columns, group, number, rows, rows_out, sums
+from .signature import Signature
+from .tensor import columns, group, number, rows, rows_out, sums
 
 
 def _halves(n: Any) -> tuple[Any, Any]:

@@ -6,13 +6,20 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from .signature import Signature
 
 Terms = Mapping[str, tuple[Any, ...]]
 """The terms of the outputs by name: of rows, the terms whose sum it is; of sums, what is added up
 over the rows, one tensor for every sum of a column."""
+
+
+class Quantized(NamedTuple):
+    """Rows in FP8, and their scales: (..., N) and (..., N / block)."""
+
+    values: Any
+    scales: Any
 
 
 @dataclass(frozen=True)
@@ -26,7 +33,8 @@ class RowOperation:
     reference.
     forward: the operation whose backward this is, in PyTorch: takes the tensors that `gradients`
     names and returns the result and, by name, the inputs that it saves for the backward. gradients:
-    by argument of `forward`, the output that is its gradient.
+    by argument of `forward`, the output that is its gradient. quantize: where the signature has
+    what is quantized, its mathematics: takes the first output in fp32 and the numbers of the call.
     """
 
     name: str
@@ -34,6 +42,7 @@ class RowOperation:
     terms: Callable[..., Terms]
     forward: Callable[..., tuple[Any, Mapping[str, Any]]] | None = None
     gradients: Mapping[str, str] = field(default_factory=dict)
+    quantize: Callable[[Any, Mapping[str, float]], Quantized] | None = None
 
     def __post_init__(self) -> None:
         fault = next(self._faults(), None)
@@ -48,6 +57,8 @@ class RowOperation:
         needed = [tensor.name for tensor in signature.inputs if not tensor.late]
         if sorted(takes) != sorted(needed):
             yield f"terms() takes {', '.join(takes)}, and the signature has {', '.join(needed)}"
+        if (self.quantize is None) != (signature.quantized is None):
+            yield "quantize() is for what the signature says is quantized: give both"
         outputs = {tensor.name for tensor in (*signature.outputs, *_some(signature.sums))}
         if unknown := sorted(set(self.gradients.values()) - outputs):
             yield f"gradients names '{unknown[0]}', which is no output of the signature"

@@ -12,138 +12,28 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-ROLES = ("rows", "row", "columns", "sums", "number", "group")
-"""The roles of a tensor: M rows of N elements, one fp32 number for each row, N elements that all
-rows share, sums over the rows of every column, one fp32 number that a call is given by value, or
-N / 2 numbers that the rows of a group share."""
-_RESERVED = re.compile(
-    "alignas|asm|auto|bool|break|case|char|class|const|continue|default|delete|do|double|"
-    "else|enum|extern|false|float|for|goto|if|inline|int|long|namespace|new|operator|private|"
-    "public|register|return|self|short|signed|sizeof|static|struct|switch|template|this|"
-    "throw|true|try|typedef|typename|union|unsigned|using|virtual|void|volatile|while|"
-    "advance|args|arguments|at|await|batch|batches|blocks|columns?|config|constants|count|"
-    "counters|determinism|dw_mode|elements?|empty|exists|fetch|first|first_half|from|full|gaps|group|"
-    "group_factor|heads|partner|period|period_factor|wide_groups|"
-    "[ijuw]|into|kept|knobs|last|launch|left|name|offset|operation|out|owns|packet|partial|"
-    "participants?|phase|pipeline|place|produce|rank|read|refill|release|residuals?|results|"
-    "rows?|row_sums?|schedule|scratch|signature|slot|smem|source|stage|start|strategy|sums?|"
-    "tiles?|turn|valid|weights|weight_offset|zeroed"
-)
-"""Words of C++, and names that the row kernel gives to other things."""
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """One tensor of an operation, or one number; `rows`, `row`, `columns`, `group`, `sums`,
-    `number` and their like make them.
-
-    name: by which calls, kernels, checks and reports know it. role: one of ROLES. output: whether
-    the kernel writes it. late: of rows, whether they are added to the first output only, behind the
-    row sums; they then have a dtype of their own. option: of the problem, without which there is no
-    such tensor. copy_of: the output of which this one has the same numbers in the option's dtype.
-    count: of sums, how many there are for every column. value: what the kernel calls the numbers
-    that it holds. behind: whether the address stands behind all other arguments. note: a comment
-    for the kernel's argument. paired: of rows read early and of columns, whether an element needs
-    that of the other column of its pair, too: columns i and i + N / 2 are a pair. packed: of an
-    output, whether its rows may lie as the heads of a packed tensor.
-    """
-
-    name: str
-    role: str
-    output: bool = False
-    late: bool = False
-    option: str = ""
-    copy_of: str = ""
-    count: int = 1
-    value: str = ""
-    behind: bool = False
-    note: str = ""
-    paired: bool = False
-    packed: bool = False
-
-    @property
-    def cpp(self) -> str:
-        """The declaration of the kernel's argument."""
-        if self.role == "sums":
-            return f"void* {self.name};"
-        if self.role == "group":
-            return f"const void* {self.name};"
-        if self.role == "number":
-            return f"float {self.name};"
-        kind = {"rows": "Element", "row": "float", "columns": "WeightElement"}[self.role]
-        kind = "ResidualElement" if self.late or self.copy_of else kind
-        return f"{'' if self.output else 'const '}{kind}* {self.name};"
-
-
-def rows(name: str, note: str = "", paired: bool = False) -> Tensor:
-    """M rows of N elements of the problem's dtype, read before the row sums. Their rows may lie at
-    any stride, also as the heads of a packed tensor."""
-    return Tensor(name, "rows", value=f"{name}s", note=note, paired=paired)
-
-
-def added_rows(name: str, option: str, note: str = "") -> Tensor:
-    """M rows of N elements of the option's dtype, which the kernel adds to its first output."""
-    return Tensor(name, "rows", late=True, option=option, note=note)
-
-
-def row(name: str, value: str = "", behind: bool = False) -> Tensor:
-    """One fp32 number for each row, which the forward saved."""
-    return Tensor(name, "row", value=value or f"{name}s", behind=behind)
-
-
-def row_out(name: str, note: str = "null: not wanted") -> Tensor:
-    """One fp32 number for each row, which the kernel writes, as what a backward needs."""
-    return Tensor(name, "row", output=True, note=note)
-
-
-def columns(name: str, note: str = "null: ones", paired: bool = False) -> Tensor:
-    """N numbers that all rows share, of the problem's weight dtype. Ones without them."""
-    return Tensor(name, "columns", note=note, paired=paired)
-
-
-def group(name: str, note: str = "") -> Tensor:
-    """N / 2 numbers that consecutive rows share, such as the heads of a token: one for each pair of
-    columns, i and i + N / 2. They are fp32 or of the problem's dtype, as a call says, which also
-    says how many rows share them."""
-    return Tensor(name, "group", value=f"{name}_words", note=note)
-
-
-def number(name: str) -> Tensor:
-    """One number of a call, as the eps of a norm: by value, in fp32."""
-    return Tensor(name, "number")
-
-
-def rows_out(name: str, note: str = "null: not wanted", packed: bool = False) -> Tensor:
-    """M rows of N elements of the problem's dtype, rounded once. They may lie at any stride, and
-    `packed` ones also as the heads of a packed tensor."""
-    return Tensor(name, "rows", output=True, note=note, packed=packed)
-
-
-def copied_rows(name: str, of: str, option: str, note: str = "") -> Tensor:
-    """The numbers of the output `of` in the option's dtype, where that is another one."""
-    return Tensor(name, "rows", output=True, option=option, copy_of=of, note=note)
-
-
-def sums(name: str, count: int = 1, note: str = "null: not wanted") -> Tensor:
-    """Sums over the rows: of every column `count`, the N first ones in front, of the weight's dtype
-    or fp32."""
-    return Tensor(name, "sums", output=True, count=count, note=note)
+from .tensor import RESERVED, ROLES, Tensor
 
 
 @dataclass(frozen=True, init=False)
 class Signature:
     """The tensors of an operation. row_sums: sums over a row that all of its outputs need. summed:
     whether each tensor of rows goes into a row sum, so that its values have arrived before the sum
-    is known. Raises ValueError, in one sentence, for tensors that no row kernel can have."""
+    is known. later_sums: sums over a row whose terms need the row sums: none, or as many. Raises
+    ValueError, in one sentence, for tensors that no row kernel can have."""
 
     tensors: tuple[Tensor, ...]
     row_sums: int = 1
     summed: bool = False
+    later_sums: int = 0
 
-    def __init__(self, *tensors: Tensor, row_sums: int = 1, summed: bool = False) -> None:
+    def __init__(
+        self, *tensors: Tensor, row_sums: int = 1, summed: bool = False, later_sums: int = 0
+    ) -> None:
         object.__setattr__(self, "tensors", tensors)
         object.__setattr__(self, "row_sums", row_sums)
         object.__setattr__(self, "summed", summed)
+        object.__setattr__(self, "later_sums", later_sums)
         fault = next(self._faults(), None)
         if fault is not None:
             raise ValueError(fault)
@@ -154,7 +44,7 @@ class Signature:
                 said = getattr(tensor, "role", tensor)
                 yield f"{said!r} is no tensor of a signature: its role is one of {', '.join(ROLES)}"
                 return
-            if not re.fullmatch("[a-z][a-z0-9_]*", tensor.name) or _RESERVED.fullmatch(tensor.name):
+            if not re.fullmatch("[a-z][a-z0-9_]*", tensor.name) or RESERVED.fullmatch(tensor.name):
                 yield f"a tensor cannot be called '{tensor.name}': kernels use that name themselves"
         names = self.names
         if twice := [name for name in names if names.count(name) > 1]:
@@ -165,13 +55,24 @@ class Signature:
             yield "a row kernel writes at least one tensor of rows: declare it with rows_out()"
         if self.row_sums not in (1, 2, 3, 4):
             yield f"a row kernel has 1 to 4 row sums, got {self.row_sums!r}"
+        if self.later_sums not in (0, self.row_sums):
+            yield f"a row kernel has no later sums or {self.row_sums}, got {self.later_sums!r}"
         if self.sums and self.sums.count not in (1, 2):
             yield f"{self.sums.name} counts one or two sums of a column, got {self.sums.count!r}"
-        for role in ("columns", "sums"):
-            if len(found := [t.name for t in self.tensors if t.role == role]) > 1:
+        for role in ("columns", "sums", "quantized", "scales"):
+            if len(found := [t.name for t in self.tensors if t.role == role and not t.added]) > 1:
                 yield f"a row kernel has one tensor of {role} at most, got {' and '.join(found)}"
+        if len(self.all_columns) > 2 or (self.all_columns and self.columns is None):
+            yield "a row kernel adds one tensor of columns at most, to what others are a factor of"
         if odd := [t.name for t in self.tensors if t.paired and t not in self._may_be_paired]:
             yield f"{odd[0]} cannot be read in pairs: rows that are read early and columns can"
+        if len({"quantized", "scales"} & {t.role for t in self.tensors}) == 1:
+            yield "what is quantized has scales, and these are of what is quantized: give both"
+        if self.scales and (self.scales.kind not in ("fp32", "e8m0") or self.scales.block < 16):
+            yield (
+                f"{self.scales.name} are fp32 or e8m0, of blocks of at least 16 columns, got "
+                f"{self.scales.kind} of {self.scales.block}"
+            )
         if len(self.late) > 1 or len(self.copies) > 1:
             yield "a row kernel adds one tensor of rows at most, and copies one output at most"
 
@@ -188,14 +89,21 @@ class Signature:
 
     def with_tensor(self, tensor: Tensor, row_sums: int) -> Signature:
         """Return the signature with one more tensor, and with so many row sums."""
-        return Signature(*self.tensors, tensor, row_sums=row_sums, summed=self.summed)
+        return Signature(
+            *(*self.tensors, tensor),
+            row_sums=row_sums,
+            summed=self.summed,
+            later_sums=self.later_sums,
+        )
 
     def counting(self, **counts: int) -> Signature:
         """Return the signature with other counts of sums for every column."""
         changed = (
             replace(tensor, count=counts.get(tensor.name, tensor.count)) for tensor in self.tensors
         )
-        return Signature(*changed, row_sums=self.row_sums, summed=self.summed)
+        return Signature(
+            *changed, row_sums=self.row_sums, summed=self.summed, later_sums=self.later_sums
+        )
 
     @cached_property
     def leading(self) -> tuple[Tensor, ...]:
@@ -258,7 +166,17 @@ class Signature:
 
     @cached_property
     def columns(self) -> Tensor | None:
-        return next((tensor for tensor in self.tensors if tensor.role == "columns"), None)
+        """The columns that a call's offset is added to: ones where it does without them."""
+        return next((tensor for tensor in self.all_columns if not tensor.added), None)
+
+    @cached_property
+    def added_columns(self) -> Tensor | None:
+        """The columns that are added: zeros where a call does without them."""
+        return next((tensor for tensor in self.all_columns if tensor.added), None)
+
+    @cached_property
+    def all_columns(self) -> tuple[Tensor, ...]:
+        return tuple(tensor for tensor in self.tensors if tensor.role == "columns")
 
     @cached_property
     def outputs(self) -> tuple[Tensor, ...]:
@@ -278,6 +196,14 @@ class Signature:
     @cached_property
     def sums(self) -> Tensor | None:
         return next((tensor for tensor in self.tensors if tensor.role == "sums"), None)
+
+    @cached_property
+    def quantized(self) -> Tensor | None:
+        return next((tensor for tensor in self.tensors if tensor.role == "quantized"), None)
+
+    @cached_property
+    def scales(self) -> Tensor | None:
+        return next((tensor for tensor in self.tensors if tensor.role == "scales"), None)
 
     @property
     def column_sums(self) -> int:

@@ -9,7 +9,7 @@ import torch
 
 from ..operations import RowOperation
 from ..operations.formula import wide_dtype
-from ..operations.signature import Tensor
+from ..operations.tensor import Tensor
 from .checks import FLOATS
 
 Tensors = Mapping[str, Any]
@@ -38,6 +38,11 @@ def check_tensors(operation: RowOperation, tensors: Tensors) -> torch.Tensor:
         given = tensors.get(tensor.name)
         if given is not None and tensor.role != "number":
             _check_one(tensor, given, signature.early[0].name, x)
+    shared = {t.name: tensors.get(t.name) for t in signature.all_columns}
+    dtypes = {name: one.dtype for name, one in shared.items() if one is not None}
+    if len({*dtypes.values()}) > 1:
+        said = ", ".join(f"{name} of {dtype}" for name, dtype in dtypes.items())
+        raise TypeError(f"what all rows share must be of one dtype, got {said}")
     return x
 
 

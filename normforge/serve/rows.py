@@ -4,6 +4,8 @@ or its formula."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -12,16 +14,10 @@ from ..launch.kernel_arguments import argument_layout, extent_of
 from ..launch.row_layout import RowLayout, alignment_of, dense, row_layout
 from ..launch.workspace import Workspaces
 from ..operations import RowOperation
-from ..operations.formula import added_to, evaluate, wide_dtype
+from ..operations.formula import KINDS, added_to, evaluate, wide_dtype
 from ..spec import plan_launch
 from ..table import MAX_ALIGNMENT, Choice, Table
-from ..torch_internals import (
-    current_device,
-    empty_strided,
-    is_capturing,
-    raw_stream,
-    resolved,
-)
+from ..torch_internals import current_device, empty_strided, is_capturing, raw_stream, resolved
 from .checks import foreign_device
 from .collect import collecting
 from .groups import matrices_of_groups
@@ -54,7 +50,8 @@ class RowServer:
         and shape of the first input, numbers of a row as (..., 1) in fp32, sums in the dtype of the
         columns. tensors: the inputs by name, rows of shape (..., N), numbers as a float, what
         groups share as groups.py says. offset: is added to the columns in fp32. into: outputs that
-        are to be written there, by name: packed ones of the signature, of x's shape and dtype.
+        are to be written there, by name, of x's shape and dtype: packed ones of the signature, and,
+        aligned and dense, those that a call has to ask for.
         Raises TypeError or ValueError, in one sentence, for what does not fit together."""
         x = check_tensors(self.operation, tensors)
         self.count(
@@ -65,10 +62,7 @@ class RowServer:
             if not isinstance(served, str):
                 return served
             self._warn_of(served)
-        made = self._by_formula(x, tensors, offset)
-        for name, out in into.items():
-            made[name] = out.copy_(made[name])
-        return made
+        return self._by_formula(x, tensors, offset, into)
 
     def by_kernel(
         self, tensors: Tensors, offset: float = 0.0, into: Mapping[str, torch.Tensor] = _NOTHING
@@ -133,10 +127,14 @@ class RowServer:
         signature = self.operation.signature
         made = dict(into)
         for tensor in signature.outputs:
-            if tensor.name not in into:
+            if tensor.name not in into and not tensor.extra:
                 made[tensor.name] = x.new_empty(x.shape)
         for tensor in signature.row_outputs:
             made[tensor.name] = x.new_empty((*x.shape[:-1], 1), dtype=wide_dtype(x))
+        for narrow in (signature.quantized, signature.scales):
+            if narrow is not None:
+                shape = [*x.shape[:-1], x.shape[-1] // max(1, narrow.block)]
+                made[narrow.name] = x.new_empty(shape, dtype=KINDS[narrow.kind])
         if signature.sums:
             columns = self._columns_of(tensors)
             like = x if columns is None else columns
@@ -149,16 +147,20 @@ class RowServer:
         return made
 
     def _columns_of(self, tensors: Tensors) -> torch.Tensor | None:
-        """Return the tensor that all rows share, if there is one."""
-        columns = self.operation.signature.columns
-        return tensors.get(columns.name) if columns else None
+        """Return a tensor that all rows share, if there is one: all such have its dtype."""
+        found = (tensors.get(tensor.name) for tensor in self.operation.signature.all_columns)
+        return next((columns for columns in found if columns is not None), None)
 
     def _by_formula(
-        self, x: torch.Tensor, tensors: Tensors, offset: float
+        self,
+        x: torch.Tensor,
+        tensors: Tensors,
+        offset: float,
+        into: Mapping[str, torch.Tensor],
     ) -> dict[str, torch.Tensor]:
         with torch.no_grad():
             found = evaluate(self.operation, tensors, offset=offset)
-            made = self.outputs(x, tensors)
+            made = self.outputs(x, tensors, into)
             copies = {copy.name: copy.copy_of for copy in self.operation.signature.copies}
             for name, out in made.items():
                 out.copy_(found[copies.get(name, name)])
@@ -185,9 +187,11 @@ class RowServer:
         kernels = self._source(x.device.index)
         choice = self._choose(kernels.backward, x, {**given, **in_place}, layouts, offset != 0)
         if choice.kernel is None and offset and signature.columns:
-            columns = self._columns_of(given)
-            ones = x.new_ones(N, dtype=torch.float32) if columns is None else columns.float()
-            return self._by_kernel(x, given | {signature.columns.name: ones + offset}, 0.0, into)
+            present = (t.name for t in signature.all_columns if t.name in given)
+            wide = {name: given[name].float() for name in present}
+            weight = wide.get(signature.columns.name, x.new_ones(N, dtype=torch.float32))
+            wide[signature.columns.name] = weight + offset
+            return self._by_kernel(x, given | wide, 0.0, into)
         if choice.kernel is None:
             return choice.reason
         loaded = kernels.loaded.get(choice.kernel)
@@ -260,6 +264,7 @@ class RowServer:
             at = layouts[name]
             places |= given[name].data_ptr() | (at.stride | at.outer) * given[name].element_size()
         columns = self._columns_of(given)
+        shared = [given[t.name].data_ptr() for t in signature.all_columns if t.name in given]
         added = added_to(signature, given)
         names = [DTYPES.get(t.dtype, "") for t in (x, x if columns is None else columns)]
         return table.choose(
@@ -270,7 +275,7 @@ class RowServer:
             offset=offset,
             residual="" if added is None else DTYPES.get(added.dtype, "none"),
             alignment=alignment_of(places),
-            weight_alignment=MAX_ALIGNMENT if columns is None else alignment_of(columns.data_ptr()),
+            weight_alignment=alignment_of(reduce(or_, shared, 0)),
         )
 
     def _launch(self, call: KnownCall, tensors: Tensors) -> None:

@@ -342,6 +342,38 @@ def test_fallback_variant_serves_rows_of_its_bracket(shape: str, target: Target)
         assert check.distinct_results == 1
 
 
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        "layernorm_backward:21x1:bf16:fp32",
+        "layernorm_backward:21x1001:bf16",  # the second sums begin at an odd place
+        "layernorm_backward:21x1001:fp32",
+        "layernorm_backward:21x1000:bf16",
+        "layernorm_backward:40x770:fp16:fp32",
+        "layernorm_backward:9x6000:bf16",
+        "layernorm_backward:21x3072:fp32",
+        "layernorm_forward:21x1:fp16",
+        "layernorm_forward:21x1001:bf16:fp32",
+        "layernorm_forward:21x1000:bf16",
+        "layernorm_forward:9x6000:fp32",
+        "layernorm_forward:9x15000:bf16",
+    ],
+)
+def test_fallback_variants_of_layernorm_serve_rows_of_their_brackets(
+    shape: str, target: Target
+) -> None:
+    problem = Problem.parse(shape)
+    pairs = [(problem.dtype, problem.weight_dtype)]
+    found = [v for v in fallback_variants(target, pairs, problem.operation) if serves(v, problem)]
+    chosen = {variant["vector_bytes"]: variant for variant in reversed(found)}
+    assert chosen
+    for variant in chosen.values():
+        check = check_rows(variant, render(variant), problem, schedules=3)
+        assert check.problems == (), variant.id
+        assert check.distinct_results == 1
+
+
 LONG_ROWS = (
     "9x20480:bf16",
     "3x16392:bf16:fp32",

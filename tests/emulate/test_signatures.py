@@ -16,7 +16,7 @@ from generator.emulate.run import CallOptions
 from normforge.launch.kernel_arguments import DW_ADDED, DW_IN_FP32
 from normforge.operations import OPERATIONS, RowOperation, Signature
 from normforge.operations.formula import evaluate
-from normforge.operations.signature import columns, row, rows, rows_out, sums
+from normforge.operations.tensor import columns, row, rows, rows_out, sums
 from normforge.spec import KernelSpec, Launch
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")

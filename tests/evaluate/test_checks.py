@@ -28,7 +28,7 @@ from generator.result import Result
 from normforge.launch.kernel_arguments import DW_ADDED, DW_IN_WEIGHT_DTYPE
 from normforge.operations import RowOperation, Signature, signature_of
 from normforge.operations.formula import evaluate
-from normforge.operations.signature import row, rows, rows_out
+from normforge.operations.tensor import row, rows, rows_out
 from normforge.serve.reference import reference_backward
 from tests.support.fake_driver import SPEC
 

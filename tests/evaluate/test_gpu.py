@@ -113,9 +113,10 @@ def has_configs(reduction: str, problem: Problem) -> bool:
     """Return True if the space of an operation has this reduction and the problem's rows."""
     space = space_of(problem.operation)
     values = {knob.name: knob.values for knob in space.knobs}
-    fixed = [(entry.widths, entry.dtypes) for entry in space.fixed]
+    fixed, of = [(entry.widths, entry.dtypes) for entry in space.fixed], problem.signature
+    whole = of.scales.block if of.scales else 1 + of.pairs
     return all(value in values[name] for name, value in REDUCTION[reduction].items()) and (
-        (not fixed and not (problem.signature.pairs and problem.N % 2))
+        (not fixed and not problem.N % whole)
         or any(problem.N in widths and problem.dtype in dtypes for widths, dtypes in fixed)
     )
 

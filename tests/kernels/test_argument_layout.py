@@ -30,16 +30,19 @@ from normforge.launch.kernel_arguments import (
 )
 from normforge.launch.row_layout import RowLayout, division_factor, gap_factor
 from normforge.operations import OPERATIONS, RMSNORM_BACKWARD, Signature
-from normforge.operations.signature import (
+from normforge.operations.tensor import (
     Tensor,
+    added_columns,
     added_rows,
     columns,
     copied_rows,
     group,
     number,
+    quantized,
     row,
     rows,
     rows_out,
+    scales,
     sums,
 )
 from normforge.spec import Launch
@@ -119,7 +122,8 @@ def packed(layout: ArgumentLayout) -> tuple[bytes, dict[str, Any]]:
         *extent.of_groups,
     )
     assert len(set(values)) == len(values)
-    second = (1 << 50, launch.partials, extent.columns, DW_ADDED, extent.group)
+    columns = signature.column_sums * extent.columns
+    second = (1 << 50, launch.partials, columns, DW_ADDED, extent.group)
     named = dict(zip(argument_names(signature), values, strict=True))
     return block.raw, named | {"second": second}
 
@@ -185,24 +189,29 @@ def test_a_compiler_reads_what_the_host_packs(name: str, tmp_path: Path) -> None
 
 @st.composite
 def signatures(draw: st.DrawFn) -> Signature:
-    """Any order of 1 to 4 rows, up to 2 numbers of a row, columns, a residual, 1 to 3 outputs, up
-    to 3 sums of every column, up to 3 numbers of the call, and up to 2 tensors of groups."""
+    """Any order of 1 to 4 rows, up to 2 numbers of a row and 2 tensors of columns, a residual, 1 to
+    3 outputs, up to 3 sums of every column, up to 3 numbers of the call, up to 2 tensors of groups,
+    and what is quantized."""
     outputs = draw(st.integers(1, 3))
     tensors = [rows(f"in_{i}") for i in range(draw(st.integers(1, 4)))]
     tensors += [rows_out(f"out_{i}", packed=draw(st.booleans())) for i in range(outputs)]
     for i in range(draw(st.integers(0, 2))):
         tensors.append(row(f"of_row_{i}", behind=draw(st.booleans())))
     tensors += [number(f"of_call_{i}") for i in range(draw(st.integers(0, 3)))]
-    tensors += [columns("shared")] * draw(st.booleans())
+    shared = [columns("shared"), added_columns("added_shared")]
+    tensors += shared[: draw(st.integers(0, 2))]
     tensors += [group(f"of_group_{i}") for i in range(draw(st.integers(0, 2)))]
     if draw(st.booleans()):
         of = f"out_{draw(st.integers(0, outputs - 1))}"
         tensors += [added_rows("more", option="residual")]
         tensors += [copied_rows("wide", of, option="residual")] * draw(st.booleans())
+    tensors += [quantized("narrow"), scales("of_blocks", 32, "e8m0")] * draw(st.booleans())
     if count := draw(st.integers(0, 2)):
         tensors.append(sums("total", count=count))
     ordered = draw(st.permutations(tensors))
-    return Signature(*ordered, row_sums=draw(st.integers(1, 4)), summed=draw(st.booleans()))
+    row_sums, later = draw(st.integers(1, 4)), draw(st.booleans())
+    options = {"row_sums": row_sums, "later_sums": row_sums * later}
+    return Signature(*ordered, **options, summed=draw(st.booleans()))
 
 
 @settings(max_examples=100)

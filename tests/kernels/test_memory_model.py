@@ -18,7 +18,7 @@ from generator.kernels.render import _fragment
 from generator.kernels.strategies import STRATEGIES, Strategy
 from generator.paths import TEMPLATES
 from normforge.operations import Signature
-from normforge.operations.signature import added_rows, rows, rows_out
+from normforge.operations.tensor import added_rows, rows, rows_out
 from tests.support.litmus import Event, Program, Thread
 from tests.support.primitives import bodies, calls, event, instructions
 from tests.support.protocols import PROTOCOLS, protocol

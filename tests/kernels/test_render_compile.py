@@ -40,6 +40,7 @@ from tests.support.samples import (
     REDUCTION,
     SPACE,
     cases,
+    drawn_variant,
     in_turn,
     opcodes,
     plain_variant,
@@ -84,6 +85,8 @@ def fragments(v: Variant) -> set[str]:
     if v.shifted:
         chosen -= {"rows", "rows_producer", "partial_dw", "dw_context", "weight_registers"}
         chosen |= {"shifted", "weight_shifted"}
+    if v.signature.scales:
+        chosen |= {"primitives_fp8", "quantized", f"scales_{v.signature.scales.kind}"}
     if not v.signature.sums:
         chosen -= {"row_blocks", "partial_dw", "dw_output", "dw_context"}
     if "sum_partials" in chosen and v["cluster"] > 1 and not v.exact:
@@ -146,9 +149,10 @@ def test_every_fragment_is_used_by_some_variant() -> None:
         v = plain_variant(problem, find_target("h200"), strategy=strategy, pipeline=pipeline)
         assert present(render(v)) == fragments(v)
         used |= fragments(v)
-    for direction, strategy in (("forward", "none"), ("backward", "column_slices")):
-        of_heads = Problem.parse(SHAPE, f"rmsnorm_rope_{direction}")
-        v = plain_variant(of_heads, find_target("h200"), strategy=strategy)
+    for operation in ("rope_forward", "rope_backward", "fp8_forward", "mxfp8_forward"):
+        strategy = "none" if operation.endswith("forward") else "column_slices"
+        of_tensors = Problem.parse(SHAPE, f"rmsnorm_{operation}")
+        v = plain_variant(of_tensors, find_target("h200"), strategy=strategy)
         assert present(render(v)) == fragments(v) - {"rows", "rows_direct"}  # of other tensors
         used |= fragments(v)
     knobs = {"pipeline": "producer", "stages": 3, "rows_per_cta": 2, "column_sums": "late"}
@@ -199,6 +203,9 @@ def test_every_strategy_compiles_without_spills_in_every_dtype(
     assert target.arch == ARCHS[gpu]
     operation, reduction = kind
     problem = Problem.parse(f"4096x1024:{dtype}", operation)
+    if problem.signature.scales and not target.has_fp8:
+        assert drawn_variant(problem, target, 0) is None
+        return
     if gpu == "a100" and BY_TEMPLATE[reduction].bulk_adds:
         # The instructions do not exist there, and the rule says so.
         config = SPACE.normalize(

@@ -19,7 +19,7 @@ from generator.problem import Problem
 from generator.space.expressions import DERIVED
 from generator.target import Target, find_target
 from normforge.operations import OPERATIONS, RowOperation, Signature
-from normforge.operations.signature import rows, rows_out
+from normforge.operations.tensor import rows, rows_out
 from normforge.spec import UNBOUNDED, KernelSpec, Launch, ceil_div, plan_launch
 from tests.support.samples import (
     REDUCTION,
@@ -57,11 +57,15 @@ def test_turns_of_clusters_are_refused_whatever_the_rules_say(strategy: Strategy
         replace(alone, config={**alone.config, "cluster": 2})
 
 
-def test_fallback_kernels_with_two_sums_over_rows_are_refused() -> None:
+@pytest.mark.parametrize("change", [{"strategy": "last_cta"}, {"cluster": 2}])
+def test_a_second_kernel_alone_adds_two_sums_of_any_number_of_columns(
+    change: dict[str, int | str],
+) -> None:
     problem = Problem.parse("layernorm_backward:520x1024:bf16")
     config = plain_variant(problem, find_target("h200"), strategy="separate").config
-    with pytest.raises(NormforgeError, match="layernorm_backward has no fallback kernels"):
-        make_variant(config, problem, exact=False)
+    assert not make_variant(config, problem, exact=False).exact
+    with pytest.raises(NormforgeError, match=r"several sums of each column|a cluster"):
+        make_variant({**config, **change}, problem, exact=False)
 
 
 # ---- Shared memory -------------------------------------------------------------------------------

@@ -21,11 +21,14 @@ from generator.operations import (
     GATED_BACKWARDS,
     GATED_FORWARDS,
     LAYERNORM_BACKWARD,
+    LAYERNORM_FORWARD,
     OPERATIONS,
     RMSNORM_ADD_FORWARD,
     RMSNORM_BACKWARD,
     RMSNORM_FORWARD,
+    RMSNORM_FP8_FORWARD,
     RMSNORM_INVARIANT_BACKWARD,
+    RMSNORM_MXFP8_FORWARD,
     RMSNORM_ROPE_BACKWARD,
     RMSNORM_ROPE_FORWARD,
     Operation,
@@ -37,6 +40,7 @@ from generator.paths import template_named
 from generator.problem import FORWARDS, ITEMSIZE, Problem, sums_of
 from normforge import operations as library
 from normforge.launch.forward_call import _ARGUMENTS
+from normforge.operations.formula import evaluate
 from normforge.operations.gated_rmsnorm_backward import gated_rmsnorm
 from normforge.operations.rmsnorm_rope import rmsnorm_rope
 from normforge.serve.forward import reference_forward
@@ -81,6 +85,12 @@ def exact(operation: Operation, inputs: Any) -> dict[str, torch.Tensor]:
         return dict(zip(("dx", "dw"), found, strict=False))
     if operation is LAYERNORM_BACKWARD:
         return layer_norm(inputs)
+    if operation is LAYERNORM_FORWARD:
+        x, weight, bias = (one.double() for one in (inputs.x, inputs.weight, inputs.bias))
+        given = (x, x.shape[1:], weight + inputs.offset, bias, inputs.eps)
+        y, mean, rstd = torch.ops.aten.native_layer_norm(*given)
+        statistics = {"mean": mean.flatten().float(), "rstd": rstd.flatten().float()}
+        return {"y": y.to(inputs.x.dtype), **statistics}
     if operation in (RMSNORM_ROPE_BACKWARD, RMSNORM_ROPE_FORWARD):
         return rope(operation, inputs)
     if operation in GATED_BACKWARDS:
@@ -93,6 +103,13 @@ def exact(operation: Operation, inputs: Any) -> dict[str, torch.Tensor]:
         x, r, weight = (one.double() for one in (inputs.x, inputs.r, inputs.weight))
         y, rstd = reference_forward(x, weight, inputs.eps, inputs.offset)
         return {"y": (r + y).to(inputs.x.dtype), "rstd": rstd.flatten().float()}
+    if operation in (RMSNORM_FP8_FORWARD, RMSNORM_MXFP8_FORWARD):
+        weight = inputs.weight.double() + inputs.offset
+        given = vars(inputs) | {"x": inputs.x.double(), "weight": weight}
+        found = evaluate(library.OPERATIONS[operation.name], given)
+        return {"rstd": found["rstd"].flatten().float()} | {
+            name: found[name] for name in ("y8", "y_scales")
+        }
     names = ("y", "rstd", "residual_out")
     given = (inputs.x, inputs.weight, EPS, inputs.offset, inputs.residual)
     found = dict(zip(names, reference_forward(*given), strict=False))
@@ -138,11 +155,24 @@ def rope(operation: Operation, inputs: Any) -> dict[str, torch.Tensor]:
     return {"dx": dx.to(inputs.x.dtype), "dw": dw.to(inputs.weight.dtype)}
 
 
-def fits(name: str, shape: str) -> None:
-    """Skip where an operation has pairs of columns and the shape has one without a partner."""
-    signature = OPERATIONS[name].signature
-    if signature is not None and signature.pairs and Problem.parse(shape).N % 2:
+def problem_for(name: str, shape: str) -> Problem:
+    """Return a problem with blocks of columns for columns where an operation has those. Skip where
+    it has pairs of columns and the shape has one without a partner."""
+    signature, problem = OPERATIONS[name].signature, Problem.parse(shape)
+    if signature is not None and signature.pairs and problem.N % 2:
         pytest.skip("columns in pairs")
+    blocks = signature.scales if signature is not None else None
+    return replace(problem, N=problem.N * blocks.block) if blocks else problem
+
+
+def changed(value: torch.Tensor) -> torch.Tensor:
+    """Return a copy with another number at its end: what is narrow has twice of it."""
+    found = value.clone()
+    if found.element_size() == 1:
+        found.view(torch.uint8).view(-1)[-1] += 8 if found.dtype == torch.float8_e4m3fn else 1
+    else:
+        found.view(-1)[-1] += 1
+    return found
 
 
 def bench_of(operation: Operation, problem: Problem, compute: Any) -> Bench:
@@ -182,8 +212,7 @@ def test_what_kernels_add_up_is_what_the_operations_say() -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", NAMES)
 def test_inputs_and_bounds_have_the_shapes_and_dtypes_that_it_says(name: str, shape: str) -> None:
-    fits(name, shape)
-    operation, problem = OPERATIONS[name], Problem.parse(shape)
+    operation, problem = OPERATIONS[name], problem_for(name, shape)
     inputs = operation.make_inputs(problem, CPU)
     for tensor in operation.arguments(problem):
         made = getattr(inputs, tensor.name)
@@ -200,21 +229,19 @@ def test_inputs_and_bounds_have_the_shapes_and_dtypes_that_it_says(name: str, sh
 def test_the_formula_passes_the_checks_and_a_changed_element_does_not(
     name: str, shape: str
 ) -> None:
-    fits(name, shape)
-    operation, problem = OPERATIONS[name], Problem.parse(shape)
+    operation, problem = OPERATIONS[name], problem_for(name, shape)
     inputs = operation.make_inputs(problem, CPU)
     bounds = operation.bounds(problem, inputs)
     right = exact(operation, inputs)
     assert compare_all(right, bounds).fault == ""
     for out in right:
-        wrong = {key: value.clone() for key, value in right.items()}
-        wrong[out].view(-1)[-1] += 1
+        wrong = right | {out: changed(right[out])}
         assert compare_all(wrong, bounds).fault.startswith(f"{out}[")
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_repeats_and_digest_see_every_output(name: str) -> None:
-    operation, problem = OPERATIONS[name], Problem.parse("6x40:bf16+residual")
+    operation, problem = OPERATIONS[name], problem_for(name, "6x40:bf16+residual")
     inputs = operation.make_inputs(problem, CPU)
     right = exact(operation, inputs)
     steady = bench_of(operation, problem, lambda inputs: right)
@@ -222,8 +249,7 @@ def test_repeats_and_digest_see_every_output(name: str) -> None:
     before = digest(steady, inputs)
     assert digest(steady, inputs) == before
     for out in right:
-        wrong = {key: value.clone() for key, value in right.items()}
-        wrong[out].view(-1)[-1] += 1
+        wrong = right | {out: changed(right[out])}
         turns = iter([right, *[wrong] * 20])
         moody = bench_of(operation, problem, lambda inputs, turns=turns: next(turns))
         assert check_repeats(moody, inputs).startswith(f"{out} of run 1 differs")
@@ -286,6 +312,22 @@ def test_with_a_residual_the_floor_moves_its_bytes_too(
     operation.floor(problem, inputs, outputs)()
     assert moved == [operation.traffic_bytes(problem)]
     assert torch.equal(outputs["dx" if streams == 3 else "y"], torch.zeros(12, 40).bfloat16())
+
+
+@pytest.mark.parametrize("operation", [RMSNORM_FP8_FORWARD, RMSNORM_MXFP8_FORWARD])
+def test_the_floor_of_what_is_quantized_writes_over_nothing(operation: Operation) -> None:
+    """Its output is narrower than what it reads, and y is not written."""
+    problem = problem_for(operation.name, "6x2:bf16")
+    inputs, outputs = tensors_of(operation, problem)
+    assert outputs.keys() == {"y8", "y_scales", "rstd"}
+    assert operation.traffic_bytes(problem) == 3 * problem.M * problem.N
+    before = inputs.x.clone()
+    moved = operation.floor(problem, inputs, outputs)()
+    assert isinstance(moved, torch.Tensor)
+    assert 3 * moved.numel() * 2 == operation.traffic_bytes(problem)
+    assert torch.equal(inputs.x, before) and not any(
+        o.view(torch.uint8).any() for o in outputs.values()
+    )
 
 
 def test_bytes_that_do_not_divide_are_rounded_up() -> None:

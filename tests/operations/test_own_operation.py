@@ -205,6 +205,12 @@ REFUSED = {
     "an output never written": ("cu.j2", "{{ dx }} =", "const float dx =", "never writes {{ dx }}"),
     "no row sum": ("cu.j2", "row_sums[0]", "y", "never adds to {{ row_sums[0] }}"),
     "pairs of columns": ("py", 'rows("y")', 'rows("y", paired=True)', "of the library alone"),
+    "an output that is asked for": (
+        "py",
+        'rows_out("dx")',
+        'rows_out("dx", extra=True)',
+        "or written if asked for, is for operations of the library alone",
+    ),
     "a broken template": ("cu.j2", "{% endblock %}", "{% endblok %}", "is no template"),
 }
 

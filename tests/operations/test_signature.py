@@ -19,16 +19,19 @@ from normforge.operations import (
     Signature,
 )
 from normforge.operations.formula import evaluate, terms_of
-from normforge.operations.signature import (
+from normforge.operations.tensor import (
     Tensor,
+    added_columns,
     added_rows,
     columns,
     copied_rows,
     group,
+    quantized,
     row,
     row_out,
     rows,
     rows_out,
+    scales,
     sums,
 )
 
@@ -66,6 +69,21 @@ REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
         {},
         "one tensor of columns at most, got g and h",
     ),
+    "two columns that are added": (
+        (*FINE, columns("g"), added_columns("h"), added_columns("k")),
+        {},
+        "adds one tensor of columns at most",
+    ),
+    "columns that are added alone": (
+        (*FINE, added_columns("h")),
+        {},
+        "adds one tensor of columns at most, to what others are a factor of",
+    ),
+    "fewer later sums": (
+        FINE,
+        {"row_sums": 2, "later_sums": 1},
+        "no later sums or 2, got 1",
+    ),
     "two that are added": (
         (*FINE, added_rows("b", "residual"), added_rows("c", "residual")),
         {},
@@ -75,6 +93,23 @@ REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
         (*FINE, Tensor("r", "row", paired=True)),
         {},
         "r cannot be read in pairs: rows that are read early and columns can",
+    ),
+    "scales of nothing": ((*FINE, scales("s", 32, "e8m0")), {}, "these are of what is quantized"),
+    "no scales": ((*FINE, quantized("q")), {}, "what is quantized has scales"),
+    "two that are quantized": (
+        (*FINE, quantized("q"), quantized("p"), scales("s", 32, "e8m0")),
+        {},
+        "one tensor of quantized at most, got q and p",
+    ),
+    "scales of another kind": (
+        (*FINE, quantized("q"), scales("s", 32, "e5m2")),
+        {},
+        "s are fp32 or e8m0, of blocks of at least 16 columns, got e5m2 of 32",
+    ),
+    "scales of few columns": (
+        (*FINE, quantized("q"), scales("s", 8, "fp32")),
+        {},
+        "s are fp32 or e8m0, of blocks of at least 16 columns, got fp32 of 8",
     ),
     "no row sum": (FINE, {"row_sums": 0}, "1 to 4 row sums, got 0"),
     "too many row sums": (FINE, {"row_sums": 5}, "1 to 4 row sums, got 5"),
@@ -123,6 +158,20 @@ def test_tensors_are_found_by_what_kernels_do_with_them() -> None:
     assert Signature(*FINE).column_sums == 0
 
 
+def test_columns_that_are_added_are_zeros_where_a_call_has_none() -> None:
+    signature = operations.LAYERNORM_FORWARD.signature
+    weight, bias = signature["weight"], signature["bias"]
+    assert (signature.columns, signature.added_columns) == (weight, bias)
+    assert signature.all_columns == (weight, bias)
+    x = torch.randn(M, N, dtype=torch.float64)
+    given = {"x": x, "eps": 1e-5, "weight": None, "bias": None}
+    plain = evaluate(operations.LAYERNORM_FORWARD, given)["y"]
+    torch.testing.assert_close(plain, torch.nn.functional.layer_norm(x, (N,)))
+    b = torch.randn(N, dtype=torch.float64)
+    found = evaluate(operations.LAYERNORM_FORWARD, {**given, "bias": b}, offset=0.5)["y"]
+    torch.testing.assert_close(found, 1.5 * plain + b)
+
+
 def test_a_signature_knows_of_pairs_of_columns() -> None:
     shared, paired = group("c"), rows("p", paired=True)
     signature = Signature(*FINE, shared)
@@ -132,6 +181,17 @@ def test_a_signature_knows_of_pairs_of_columns() -> None:
     signature = Signature(*FINE, paired)
     assert (signature.groups, signature.paired, signature.pairs) == ((), (paired,), True)
     assert Signature(*FINE, columns("g", paired=True)).pairs
+
+
+def test_a_signature_knows_what_is_quantized() -> None:
+    eighths, their_scales = quantized("q"), scales("s", 128, "fp32")
+    signature = Signature(*FINE, eighths, their_scales)
+    assert (signature.quantized, signature.scales) == (eighths, their_scales)
+    assert signature.leading == (*FINE, eighths, their_scales)
+    assert (signature.outputs, signature.strided) == ((FINE[1],), FINE)
+    assert (eighths.cpp, their_scales.cpp) == ("unsigned char* q;", "float* s;")
+    assert scales("s", 32, "e8m0").cpp == "unsigned char* s;"
+    assert (Signature(*FINE).quantized, Signature(*FINE).scales) == (None, None)
 
 
 def test_a_signature_made_from_another_one_differs_in_what_is_said() -> None:
@@ -173,6 +233,10 @@ UNFIT: dict[str, tuple[dict[str, Any], str]] = {
     "another order of the forward": (
         {"forward": takes("weight", "x")},
         "forward() takes weight, x, and gradients names x, weight",
+    ),
+    "something quantized without its mathematics": (
+        {"quantize": lambda y, numbers: (y, y)},
+        "quantize() is for what the signature says is quantized: give both",
     ),
     "no gradients": ({"gradients": {}}, "forward() takes x, weight, and gradients names nothing"),
 }

@@ -17,11 +17,12 @@ from generator.package.fallback_kernels import (
     DTYPES,
     compile_fallbacks,
     fallback_variants,
+    fallbacks_to_compile,
     first_choices,
     load_layouts,
     rows_key,
 )
-from generator.problem import ITEMSIZE
+from generator.problem import ITEMSIZE, Problem
 from generator.target import Target, find_target, load_targets
 from normforge.spec import MAIN_KERNEL
 from normforge.table import Kernel, Table
@@ -87,6 +88,28 @@ def test_rows_of_narrow_vectors_have_a_kernel_for_about_their_length(name: str) 
         for N in (129, 257, 513, 1025, 2049, 3073, 4097):
             for columns in (N, N + 1):
                 assert served(table, columns, pair)[1] <= 3 * N, (pair, columns)
+
+
+@pytest.mark.parametrize("operation", ["layernorm_backward", "layernorm_forward"])
+@pytest.mark.parametrize("name", ["h200", "gb200", "a100"])
+def test_layernorm_has_kernels_for_any_rows_too(operation: str, name: str) -> None:
+    target = find_target(name)
+    for pair in DTYPES:
+        variants = fallback_variants(target, [pair], operation)
+        assert {v.operation for v in variants} == {operation}
+        assert {v["cluster"] for v in variants} == {1}
+        ways = {"second_kernel"} if operation.endswith("backward") else {""}
+        assert {v.strategy.way for v in variants} == ways
+        assert len({v.id for v in variants}) == len(variants)
+        table = fallback_table(variants, target)
+        for N in (1, 7, 64, 129, 256, 768, 1001, 1536, 3080, 4096, 6001, 8192):
+            vector, columns = served(table, N, pair)
+            assert columns >= N and vector == widest(table, N, pair), (pair, N)
+    problems = [Problem.parse("64x512:bf16", operation), Problem.parse("64x512:fp32", operation)]
+    common = fallbacks_to_compile("common", target, problems, operation)
+    assert {(v.operation, v.dtype) for v in common} == {(operation, d) for d in ("bf16", "fp32")}
+    assert {v["vector_bytes"] for v in common} == {16}
+    assert fallbacks_to_compile("none", target, problems, operation) == []
 
 
 @pytest.mark.parametrize("pair", DTYPES)

@@ -13,8 +13,10 @@ from benchmarks.comparison import load_module, operation_of_package
 from generator.kernels.variant import make_variant
 from generator.package.emit import emit_package
 from generator.package.entries import PROVENANCE_KEYS, Entry, problem_of
+from generator.package.fallback_kernels import fallback_variants, first_choices
 from generator.package.sources import variant_of
 from generator.problem import Problem
+from normforge.packages import open_package
 from normforge.table import Table
 from tests.support.packages import H200, compiled
 from tests.support.samples import space_of
@@ -59,3 +61,19 @@ def test_emitted_package_is_imported_and_says_which_kernel(
     finally:
         for name in [n for n in sys.modules if n.split(".")[0] == "layernorm_backward"]:
             del sys.modules[name]
+
+
+@pytest.mark.parametrize("operation", ["layernorm_backward", "layernorm_forward"])
+def test_a_package_has_kernels_for_rows_that_were_not_tuned(operation: str, tmp_path: Path) -> None:
+    made = first_choices(fallback_variants(H200, [("bf16", "bf16")], operation))
+    problem = Problem.parse("4096x1024:bf16", operation)
+    variant = make_variant(next(space_of(operation).legal(problem, H200)), problem)
+    provenance = dict.fromkeys(PROVENANCE_KEYS, "known")
+    entry = Entry(problem, variant, compiled(variant), "measured", provenance)
+    folder = tmp_path / operation
+    emit_package([entry], [(v, compiled(v)) for v in made], H200, folder)
+    table = Table.load(folder)
+    assert [variant_of(kernel) for kernel in table.fallback] == made
+    opened = open_package(str(folder / "__init__.py"), operation, operation)
+    for N, how in ((1000, "fallback"), (1001, "fallback"), (1024, "tuned"), (70000, "none")):
+        assert opened.explain(4096, N, "bf16")["how"] == how

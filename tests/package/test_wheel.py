@@ -224,7 +224,7 @@ assert layernorm.LayerNorm.__module__ == "normforge.layernorm"
 from {generated}h200 import layernorm_backward, rmsnorm_invariant_backward
 assert sorted(layernorm.__all__) == sorted(layernorm_backward.__all__)
 own = ["RMSNormGated", "collect", "qk_norm_rope", "rms_norm_gated", "rms_norm_rope"]
-own += ["use_batch_invariant"]
+own += ["rms_norm_quantized", "use_batch_invariant"]
 assert sorted(normforge.__all__) == sorted([*package.__all__, *own])
 batch_invariant = normforge.batch_invariant
 assert batch_invariant.RMSNorm.__module__ == "normforge.batch_invariant"

@@ -172,6 +172,7 @@ def test_other_operations_count_by_their_names(
     monkeypatch.setattr(own, "_by_formula", lambda *given: {})
     own({"dy": rows(4, 16), "x": rows(4, 16), "rstd": torch.ones(4), "dresidual": rows(4, 16)})
     assert counted(recorder) == {
+        "layernorm_forward 6x16:fp32": 1,
         "layernorm_backward 6x16:fp32": 1,
         "rmsnorm_backward 4x16:bf16+residual": 1,
     }

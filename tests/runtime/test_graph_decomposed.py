@@ -144,9 +144,45 @@ def test_fp32_rows_between_casts(package: Package) -> None:
     assert torch.equal(other, x.float().sin())
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_transposed_heads(package: Package, dynamic: bool | None) -> None:
+    """The result lies as the heads do, which a view of it needs."""
+    norm = kind_of(GemmaRMSNorm)
+
+    def heads(x: torch.Tensor) -> Any:
+        return norm(x.view(2, -1, 3, 16).transpose(1, 2))
+
+    def step(x: torch.Tensor) -> Any:
+        return heads(x).transpose(1, 2).view(-1, 16)
+
+    run, graphs = compiled(package, step, dynamic=dynamic)
+    x = rows(2 * 5 * 3, 16)
+    torch._dynamo.mark_dynamic(x, 0) if dynamic else None
+    y, wanted = run(x), step(x)
+    asked = [each for each in calls(graphs[0]) if isinstance(each, torch._ops.OpOverload)]
+    permute = torch.ops.aten.permute.default
+    assert asked == [permute, package.ops.rms_norm, permute]
+    assert "rsqrt" not in str(calls(graphs[0]))
+    torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-5)
+    for a, b in zip(grads(y, x, norm.weight), grads(wanted, x, norm.weight), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_transposed_heads_of_make_fx(package: Package) -> None:
+    def step(x: torch.Tensor, w: torch.Tensor) -> Any:
+        return SPELLINGS["square"](x.transpose(0, 1), w)
+
+    x, w = randn(5, 4, 16), randn(16, seed=1)
+    module = route(make_fx(step, tracing_mode="fake")(x, w), package.ops)
+    y, wanted = module(x, w), step(x, w)
+    assert calls(module).count(package.ops.rms_norm) == 1
+    assert y.stride() == wanted.stride()
+    torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-5)
+
+
 SPELLINGS: dict[str, Callable[[Any, Any], Any]] = {
     "power": lambda x, w: w * (x * torch.rsqrt(torch.mean(x**2, dim=-1, keepdim=True) + EPS)),
-    "square": lambda x, w: (x * (EPS + x.square().mean(dim=[1], keepdim=True)).rsqrt()) * w,
+    "square": lambda x, w: (x * (EPS + x.square().mean(dim=[-1], keepdim=True)).rsqrt()) * w,
     "product": lambda x, w: torch.mul(w, (x * x).mean((-1,), True).add(EPS).rsqrt().mul(x)),
     "functions": lambda x, w: torch.mul(
         torch.mul(x, torch.rsqrt(torch.add(torch.pow(x, 2).mean(1, keepdim=True), EPS))), w
@@ -307,10 +343,10 @@ def without_gradient(x: Any, w: Any) -> Any:
     return w * (x * rstd)
 
 
-def transposed(x: Any, w: Any) -> Any:
-    x = x.reshape(2, 2, 16).transpose(0, 1)
-    y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
-    return y.transpose(0, 1).view(4, 16)
+def rows_with_gaps(x: Any, w: Any) -> Any:
+    """The columns are what is contiguous, in the result as well."""
+    x = x.reshape(16, 4).t()
+    return w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS))
 
 
 LEFT = (
@@ -334,7 +370,7 @@ LEFT = (
     rows_change_in_between,
     in_place,
     without_gradient,
-    transposed,
+    rows_with_gaps,
 )
 
 

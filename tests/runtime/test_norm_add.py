@@ -22,35 +22,13 @@ from generator.paths import REPOSITORY
 from normforge.api import Package
 from normforge.frontends.norm_add import NormAndAdd
 from normforge.operations import RMSNORM_ADD_FORWARD
-from normforge.operations.formula import evaluate
 from normforge.serve.collect import Recorder, collecting
 from tests.support.entry_points import grads, leaf, write_package
 from tests.support.fresh import run_fresh
+from tests.support.norm_add import Kernels
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 N = 16
-
-
-class Kernels:
-    """Stand in for a package of the operation: its formula, rounded once, on the CPU. calls: the
-    offsets of those that it served; why: what it says where it serves none."""
-
-    def __init__(self, package: Package, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.calls: list[float] = []
-        self.why = ""
-        package.add_by(lambda: "there is no package")
-        served = package._norm.added
-        assert served is not None
-        monkeypatch.setattr(NormAndAdd, "may_serve", lambda _, x: x.dtype != FP64 and x.numel() > 0)
-        monkeypatch.setattr(served.server, "by_kernel", self.serve)
-
-    def serve(self, given: dict[str, Any], offset: float) -> dict[str, torch.Tensor] | str:
-        if self.why:
-            return self.why
-        self.calls.append(offset)
-        with torch.no_grad():
-            found = evaluate(RMSNORM_ADD_FORWARD, given, offset=offset)
-        return {"y": found["y"].to(given["x"].dtype), "rstd": found["rstd"]}
 
 
 @pytest.fixture

@@ -19,7 +19,8 @@ from normforge.launch.driver import LaunchError
 from normforge.launch.loaded_kernel import LoadedKernel
 from normforge.operations import OPERATIONS, RMSNORM_ADD_FORWARD, RowOperation, Signature
 from normforge.operations.formula import evaluate
-from normforge.operations.signature import (
+from normforge.operations.tensor import (
+    added_columns,
     added_rows,
     columns,
     copied_rows,
@@ -53,12 +54,12 @@ BLEND = RowOperation(
     signature=Signature(
         *(rows("a"), rows_out("p"), row("s", behind=True), rows("b"), columns("g")),
         *(sums("t", count=2), rows("c"), rows_out("q"), row("r")),
-        *(number("h"), added_rows("d", option="residual")),
+        *(number("h"), added_rows("d", option="residual"), added_columns("f")),
         copied_rows("e", "p", option="residual"),
         row_sums=1,
     ),
-    terms=lambda a, b, c, g, r, s, h: {
-        "p": (a * s, b * g),
+    terms=lambda a, b, c, f, g, r, s, h: {
+        "p": (a * s, b * g, a * 0 + f),
         "q": (c * r, a * h),
         "t": (b * c, a * b),
     },
@@ -101,7 +102,9 @@ class Device(FakeDriver):
             name: gather(name, torch.float32, getattr(args, f"{name}_gap")) for name in "abc"
         }
         given |= {name: read(getattr(args, name), args.rows, torch.float32) for name in "rs"}
-        given["g"] = read(args.g, args.columns, torch.float32) if args.g else None
+        for name in "fg":
+            address = getattr(args, name)
+            given[name] = read(address, args.columns, torch.float32) if address else None
         given["d"] = gather("d", self.residual) if args.d else None
         given["h"] = args.h
         found = evaluate(BLEND, given)
@@ -154,7 +157,8 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def plain(**change: Any) -> dict[str, Any]:
     given = {name: random(*SHAPE) + i for i, name in enumerate("abc")}
-    return given | {"s": random(*SHAPE[:-1]), "r": random(M, 1), "g": random(N), "h": 3} | change
+    given |= {"s": random(*SHAPE[:-1]), "r": random(M, 1), "g": random(N), "f": random(N) + 1}
+    return given | {"h": 3} | change
 
 
 def check(found: Any, tensors: dict[str, Any]) -> None:
@@ -203,8 +207,8 @@ def test_numbers_of_rows_and_columns_have_any_strides(serve: Any) -> None:
     change = {"s": random(4, 6, 2)[..., 0], "r": torch.ones(1, 1).expand(M, 1) * 3}
     change |= {"g": random(1).expand(N).clone(), "r": random(1, 1).expand(M, 1)}
     check(serve(plain(**change)), plain(**change))
-    without = plain(g=None)
-    check(serve(without), without)
+    for without in (plain(g=None), plain(f=None), plain(f=None, g=None)):
+        check(serve(without), without)
 
 
 BF16 = torch.bfloat16
@@ -239,7 +243,7 @@ def test_the_second_kernel_sums_what_the_first_one_left(serve: Any, driver: Devi
     assert (main.function, second.function) == ("blend", "sum_partials")
     plan = plan_launch(replace(WIDE, name="k"), M)
     places = (main.arguments.scratch, found["t"].data_ptr())
-    assert second.arguments == (*places, plan.partials, N, 0, plan.group)
+    assert second.arguments == (*places, plan.partials, 2 * N, 0, plan.group)
     assert (main.grid, second.grid) == (plan.grid, plan.sum_grid)
 
 
@@ -312,12 +316,13 @@ def test_what_lies_elsewhere_is_not_like_a_known_call(serve: Any, chosen: list[A
     """Kernels read whole vectors, and copies are made anew."""
     tensors = plain()
     check(serve(tensors), tensors)
-    assert isinstance(serve(tensors | {"g": random(N + 1)[1:]}), str)
+    for name in "fg":
+        assert isinstance(serve(tensors | {name: random(N + 1)[1:]}), str)
     negated = plain(c=torch.complex(random(*SHAPE), random(*SHAPE)).conj().imag)
     for change in ({"b": KINDS["by column"]}, {"b": KINDS["columns apart"]}, negated):
         for again in (tensors | change, moved(tensors) | change):
             check(serve(again), again)
-    assert len(chosen) == 8
+    assert len(chosen) == 9
 
 
 def test_a_known_call_follows_its_stream_and_its_scratch(
@@ -339,7 +344,7 @@ def test_a_known_call_follows_its_stream_and_its_scratch(
 def test_what_no_kernel_serves_is_said(serve: Any) -> None:
     for change in (
         {"d": random(*SHAPE)},  # a residual of fp32 has no kernel here
-        {"g": random(N).double()},
+        {"g": random(N).double(), "f": None},
         {"g": random(N + 1)[1:]},
         {"a": random(M * N + 1)[1:].view(SHAPE)},
         {"c": random(M, N + 1)[:, :N].view(SHAPE)},
@@ -403,7 +408,7 @@ def test_results_have_the_dtypes_of_what_they_belong_to(
 
 def test_no_rows_have_sums_of_zero(server: RowServer) -> None:
     tensors = {name: torch.empty(0, N) for name in "abc"}
-    others = {"s": torch.empty(0), "r": torch.empty(0), "g": random(N), "h": 1.5}
+    others = {"s": torch.empty(0), "r": torch.empty(0), "g": random(N), "h": 1.5, "f": None}
     found = server(tensors | others)
     assert (found["p"].shape, found["t"].tolist()) == ((0, N), [[0.0] * N] * 2)
 
@@ -421,6 +426,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "too few numbers": ({"s": random(6)}, "s must have one number for each row, got (6,)"),
     "columns of rows": ({"g": random(1, N)}, "g must have shape (16,), got (1, 16)"),
     "integer columns": ({"g": torch.ones(N, dtype=torch.int32)}, "g must be of"),
+    "columns of two dtypes": (
+        {"f": random(N).half()},
+        "what all rows share must be of one dtype, got g of torch.float32, f of torch.float16",
+    ),
     "a residual of rows": ({"d": random(N)}, "d must have the shape (4, 6, 16) of a, got (16,)"),
     "integers": (
         {name: torch.ones(SHAPE, dtype=torch.int64) for name in "abc"},

@@ -18,6 +18,7 @@ install = _package.install
 installed = _package.installed
 layer_norm = _package.layer_norm
 layer_norm_backward = _package.layer_norm_backward
+layer_norm_forward = _package.layer_norm_forward
 operators = _package.operators
 patch = _package.patch
 uninstall = _package.uninstall
@@ -36,6 +37,7 @@ __all__ = [
     "installed",
     "layer_norm",
     "layer_norm_backward",
+    "layer_norm_forward",
     "operators",
     "patch",
     "uninstall",

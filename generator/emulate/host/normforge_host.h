@@ -74,6 +74,24 @@ inline unsigned short narrow_fp16(float value) {
     rest = (rest - 0x38000000u + 0xfffu + (rest >> 13 & 1)) >> 13;
   return static_cast<unsigned short>(sign | rest);
 }
+inline unsigned narrow_e4m3(float value) {
+  const unsigned bits = __float_as_uint(value), sign = bits >> 24 & 0x80u;
+  unsigned rest = bits & 0x7fffffffu;
+  if (rest > 0x7f800000u) return 0x7fu;
+  if (rest >= 0x43e00000u) return sign | 0x7eu;  // at least 448, the largest
+  if (rest < 0x3c800000u)  // subnormal, as above
+    rest = __float_as_uint(__uint_as_float(rest) + 0x1p14f) - 0x46800000u;
+  else
+    rest = (rest - 0x3c000000u + 0x7ffffu + (rest >> 20 & 1)) >> 20;
+  return sign | rest;
+}
+inline unsigned pack_e4m3(float low, float high) {
+  return narrow_e4m3(low) | narrow_e4m3(high) << 8;
+}
+inline float larger_magnitude(float amax, float value) {
+  const float magnitude = __builtin_fabsf(value);
+  return amax > magnitude || amax != amax ? amax : magnitude;
+}
 inline unsigned pack_bf16(float low, float high) {
   return narrow_bf16(low) | static_cast<unsigned>(narrow_bf16(high)) << 16;
 }
@@ -108,6 +126,14 @@ template <typename T> DEVICE void store_dw(T* to, float value, AT_LINE) {
   output_write(kOutputDw, to, sizeof(T), line);
   if constexpr (sizeof(T) == 4) *to = value;
   else to->bits = is_bf16<T> ? narrow_bf16(value) : narrow_fp16(value);
+}
+DEVICE void store_scale(float* to, float scale, AT_LINE) {
+  output_write(kOutputDw, to, 4, line);
+  *to = scale;
+}
+DEVICE void store_scale(unsigned char* to, unsigned scale, AT_LINE) {
+  output_write(kOutputDw, to, 1, line);
+  *to = static_cast<unsigned char>(scale);
 }
 DEVICE float load_dw(const float* from, AT_LINE) {
   output_read(from, 4, line);

@@ -82,9 +82,9 @@ def check_call_options(
     if signature.sums:
         in_chunks = batch_invariant and M > CHUNK_ROWS
         fault = fault or _check_sums(bench, inputs, signature.sums.name, plain, in_chunks)
-    if signature.columns:
-        name = signature.columns.name
-        bench.run(replace(inputs, **{name: torch.ones_like(getattr(inputs, name))}))
+    for tensor in signature.all_columns:
+        name, given = tensor.name, getattr(inputs, tensor.name)
+        bench.run(replace(inputs, **{name: torch.full_like(given, float(not tensor.added))}))
         plain = bench.bits()
         bench.poison()
         inputs = replace(inputs, **{name: None})

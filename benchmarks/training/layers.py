@@ -1,0 +1,183 @@
+"""Print the kernels of one compiled layer of a model of transformers, but for matrix products and
+attention: what norms, rotary embedding, additions and activations cost together.
+
+    python -m benchmarks.training.layers --models qwen3,olmo2 --ways inductor,backend,fused
+
+Forward and backward of a layer run in turns under every way: plain Inductor (`inductor`), the norms
+by `inductor_backend()` (`backend`), norms and attention by `patch(fuse=True)` under Inductor
+(`fused`), and both (`both`). For each the command prints milliseconds of all kernels of a step and
+of those beside products and attention, then the latter by name. Needs transformers and a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable
+from copy import deepcopy
+from importlib import import_module
+from statistics import median
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.training.steps import TOKENS
+
+Step = Callable[[], None]
+Kernels = list[tuple[str, float]]
+"""Names of kernels, and their microseconds in one step."""
+
+MODELS: dict[str, dict[str, int]] = {
+    "qwen3": {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+    "gemma3": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+    },
+    "olmo2": {
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+    },
+}
+"""The sizes of Qwen 3 1.7B, Gemma 3 4B and OLMo 2 7B."""
+CLASSES = {"qwen3": "Qwen3", "gemma3": "Gemma3", "olmo2": "Olmo2"}
+WAYS = ("inductor", "backend", "fused", "both")
+PRODUCTS = re.compile(
+    r"gemm|cutlass|nvjet|xmma|cublas|splitk|sm\d+_|flash|fmha|cudnn|attention", re.I
+)
+"""Names of the kernels of matrix products and attention."""
+
+
+class Layer(torch.nn.Module):
+    """A layer with cos and sin of its rotary embedding."""
+
+    def __init__(self, model: str, length: int, sizes: dict[str, int], device: str) -> None:
+        super().__init__()
+        module = import_module(f"transformers.models.{model}.modeling_{model}")
+        name = CLASSES[model]
+        config = getattr(module, f"{name}TextConfig" if model == "gemma3" else f"{name}Config")(
+            **sizes, num_hidden_layers=1, vocab_size=32, pad_token_id=0
+        )
+        config._attn_implementation = "sdpa"
+        with torch.device(device):
+            self.layer = getattr(module, f"{name}DecoderLayer")(config, 0).to(torch.bfloat16)
+            angles = torch.arange(length)[:, None] * torch.linspace(
+                0.01, 1, self._head(config) // 2
+            )
+        turns = torch.cat((angles, angles), -1)[None].to(torch.bfloat16)
+        self.turns = (turns.cos(), turns.sin())
+
+    @staticmethod
+    def _head(config: Any) -> int:
+        found = getattr(config, "head_dim", None)
+        return int(found or config.hidden_size // config.num_attention_heads)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x, position_embeddings=self.turns, attention_mask=None)
+        result: torch.Tensor = y[0] if isinstance(y, tuple) else y
+        return result
+
+
+def step_of(layer: Layer, way: str, x: torch.Tensor, dy: torch.Tensor) -> Step:
+    """Return forward and backward of a layer under a way."""
+    import normforge
+
+    layer = deepcopy(layer)
+    if way in ("fused", "both"):
+        normforge.patch(layer, fuse=True)
+    backend: Any = normforge.inductor_backend() if way in ("backend", "both") else "inductor"
+    run = torch.compile(layer, backend=backend, fullgraph=True)
+
+    def step() -> None:
+        layer.zero_grad(set_to_none=True)
+        x.grad = None
+        run(x).backward(dy)
+
+    return step
+
+
+def kernels_of(step: Step) -> Kernels:
+    """Return the kernels of a step on a GPU."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    events = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
+    return [(event.name, event.device_time_total) for event in events]
+
+
+def summary(kernels: Iterable[Kernels]) -> tuple[float, float, list[tuple[str, float, int]]]:
+    """Return the milliseconds of all kernels of a step and of those beside matrix products and
+    attention, medians of several steps; and these of the last step by name, longest first."""
+    whole, others, last = list[float](), list[float](), Kernels()
+    for step in kernels:
+        last = [(name, us) for name, us in step if not PRODUCTS.search(name)]
+        whole.append(sum(us for _, us in step) / 1e3)
+        others.append(sum(us for _, us in last) / 1e3)
+    times, counts = Counter[str](), Counter[str]()
+    for name, us in last:
+        times[name] += us  # type: ignore[assignment]
+        counts[name] += 1
+    by_name = [(name, us / 1e3, counts[name]) for name, us in times.most_common()]
+    return median(whole), median(others), by_name
+
+
+def report(model: str, way: str, steps: Iterable[Kernels]) -> str:
+    """Return what is printed of a way."""
+    whole, others, by_name = summary(steps)
+    lines = [f"{model}, {way}: {whole:.3f} ms, of them {others:.3f} beside products and attention"]
+    lines += [f"  {ms:8.4f} ms  {count:2} x  {name[:100]}" for name, ms, count in by_name]
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", default="qwen3,olmo2", help=f"of {','.join(MODELS)}")
+    parser.add_argument("--ways", default=",".join(WAYS), help=f"of {','.join(WAYS)}")
+    parser.add_argument("--length", type=int, default=4096, help="of a sequence")
+    parser.add_argument("--steps", type=int, default=12, help="of each way, in turns")
+    args = parser.parse_args(argv)
+    models, ways = args.models.split(","), args.ways.split(",")
+    if not {*models} <= {*MODELS} or not {*ways} <= {*WAYS}:
+        parser.error("unknown model or way")
+    if not torch.cuda.is_available():
+        parser.error("this needs a GPU")
+    for model in models:
+        torch.manual_seed(0)
+        layer = Layer(model, args.length, MODELS[model], "cuda")
+        shape = (TOKENS // args.length, args.length, MODELS[model]["hidden_size"])
+        x, dy = (torch.randn(shape, device="cuda").bfloat16() for _ in range(2))
+        x.requires_grad_()
+        steps = {}
+        for way in ways:
+            torch._dynamo.reset()
+            steps[way] = step_of(layer, way, x, dy)
+            for _ in range(3):
+                steps[way]()
+        found: dict[str, list[Kernels]] = {way: [] for way in ways}
+        for _ in range(args.steps):
+            for way, step in steps.items():
+                found[way].append(kernels_of(step))
+        for way in ways:
+            print(report(model, way, found[way]), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""Tells Inductor how the arguments of a package's operators are to lie in memory.
+
+Inductor lays the arguments of an operator that a pass has put into a graph out as it likes, such as
+the gradient of heads in the order of attention, and the package then copies what its kernels cannot
+read. Where such a node says what it wants, the kernel that makes an argument writes it so.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from .graph_values import is_contiguous, same_size, value_of
+from .routes import INPUTS
+
+_STEPS = {"x": 2, "dy": 2, "residual": 1, "r": 1, "dresidual": 1}
+"""The strides with which kernels step through the rows of an argument: two for those of heads."""
+
+
+def ask_for_layouts(graph: torch.fx.Graph, operators: Any) -> None:
+    """Keep the arguments of a package's operators where kernels can read them as they lie, and have
+    the others made contiguous. Nodes whose values tracing did not leave stay as they are."""
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in operators.all:
+            wanted = _wanted(node)
+            if wanted is not None:
+                node.meta[INPUTS] = (wanted, {})
+
+
+def _wanted(node: Node) -> tuple[Any, ...] | None:
+    """The values of a node's arguments, laid out as its kernel wants them."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    schema = node.target._schema.arguments
+    wanted, inner = list[Any](), None
+    if node.kwargs:
+        return None
+    for argument, given in zip(schema, node.args, strict=False):
+        name, value = argument.name, value_of(given) if isinstance(given, Node) else given
+        if isinstance(given, Node) and value is None:
+            return None
+        if isinstance(value, torch.Tensor):
+            steps = _steps(value) if name in _STEPS else None
+            known = steps is not None and len(steps) <= _STEPS[name]
+            if known and steps and len(steps) == 2:  # all heads are of one number
+                known = inner is None or same_size(inner, steps[1])
+                inner = steps[1] if known else inner
+            if not known and not is_contiguous(value):
+                value = value.new_empty(value.shape)
+        wanted.append(value)
+    return tuple(wanted)
+
+
+def _steps(rows: torch.Tensor) -> list[Any] | None:
+    """The numbers of rows that lie one stride apart, outermost first; None where a row has gaps."""
+    *sizes, N = rows.shape
+    *strides, last = rows.stride()
+    if not same_size(last, 1) and not same_size(N, 1):
+        return None
+    groups: list[tuple[Any, Any]] = []
+    for size, stride in zip(sizes, strides, strict=True):
+        if same_size(size, 1):
+            continue
+        if groups and same_size(groups[-1][1], stride * size):
+            groups[-1] = (groups[-1][0] * size, stride)
+        else:
+            groups.append((size, stride))
+    return [size for size, _ in groups]

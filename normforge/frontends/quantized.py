@@ -1,0 +1,173 @@
+"""RMSNorm that is quantized to FP8: the functions of a package of it, or of those of all GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from ..operations import FORMATS, QUANTIZED
+from ..serve.checks import FLOATS
+from ..serve.kernels import Source
+from ..torch_internals import float_of, served_dtype
+from .differentiable import differentiable_backward
+from .gradients import gradients
+from .library import Served
+from .quantized_node import SERVED, Call, Gradients, Results, numbers_of, quantized_norm
+from .row_functions import OneOperation, RowFunctions
+
+_FP32_EPS = torch.finfo(torch.float32).eps
+
+
+class QuantizedFunctions(RowFunctions):
+    """The functions of RMSNorm that is quantized to FP8. Safe to use from several threads."""
+
+    served: ClassVar[Served[Any]] = SERVED
+    packages = "quantized_packages"
+
+    def __init__(
+        self,
+        sources: Callable[[str], Source | str],
+        name: str,
+        norm: Callable[[], Any] = lambda: None,
+    ) -> None:
+        """sources, name: as of RowFunctions. norm: finds the `Norm` whose backward serves; None for
+        PyTorch's operators."""
+        super().__init__(sources, name)
+        self._norm = norm
+
+    def explain(
+        self,
+        M: int,
+        N: int,
+        dtype: str,
+        weight_dtype: str = "",
+        *,
+        offset: bool = False,
+        format: str = "fp8_1x128",
+    ) -> dict[str, Any]:
+        """Say which kernel serves M aligned rows of N columns ("bf16", "fp16" or "fp32"), and
+        why."""
+        _check_format(format)
+        return self.server(FORMATS[format]).explain(M, N, dtype, weight_dtype, offset)
+
+    def rms_norm_quantized(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        eps: float | None = None,
+        *,
+        format: str = "fp8_1x128",
+        keep_y: bool = False,
+        via: torch.dtype | None = None,
+        power_of_two_scales: bool = False,
+        weight_offset: float = 0.0,
+    ) -> tuple[torch.Tensor, ...]:
+        """Compute y = x * rstd * (weight + weight_offset) with rstd = 1 / sqrt(mean(x^2) + eps) of
+        each row, quantized to FP8 in the same kernel.
+
+        The kernel serves where one was tuned, else the formula in PyTorch, with the same rounding.
+        Under torch.compile it is an operator. Works under autocast (which changes nothing here) and
+        in CUDA graphs. torch.func and tensor subclasses use PyTorch's operators.
+
+        Gradients flow through y alone, and so only with keep_y: give y the gradient that arrives
+        for y8 times its scales (straight-through). Its backward is that of RMSNorm.
+
+        Args:
+            x: (..., N), bf16, fp16 or fp32. N is a multiple of 128, or of 32 for MX.
+            weight: (N,), or None for ones. Its gradient has its dtype.
+            eps: added to the mean square; None for the machine epsilon of fp32, as in `rms_norm`.
+            format: "fp8_1x128": each block of 128 columns has the scale amax / 448 in fp32, as in
+                DeepSeek-V3. "mxfp8_1x32": each block of 32 columns has the scale
+                2^(floor(log2(amax)) - 8) in e8m0, as the OCP MX specification has it, and numbers
+                beyond 448 are 448.
+            keep_y: whether y is returned, too, in x's dtype.
+            via: x's dtype to quantize y as rounded to it, as recipes on top of a norm do; by
+                default y is quantized as it is in fp32.
+            power_of_two_scales: round the scales of "fp8_1x128" up to powers of two.
+            weight_offset: a number added to the weight in fp32.
+
+        Returns:
+            (y8, scales, rstd), or (y8, scales, rstd, y) with keep_y. y8 is float8_e4m3fn in x's
+                shape: y divided by the scale of its block, rounded to nearest even. The scales are
+                of shape (..., N / 128) in fp32, or (..., N / 32) in float8_e8m0fnu, one row behind
+                the other. rstd is fp32 of shape (..., 1), as `rmsnorm_backward` takes it.
+
+        Raises:
+            TypeError, ValueError: if the arguments do not fit together.
+        """
+        eps = float_of(eps)
+        _check(x, weight, format, via, power_of_two_scales)
+        numbers = (_FP32_EPS if eps is None else eps, float(weight_offset))
+        call = Call(*numbers, format, keep_y, via is not None, power_of_two_scales)
+        *found, y = quantized_norm(x, served_dtype(weight, x), call, self.name)
+        return (*found, y) if keep_y else tuple(found)
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor | None, call: Call) -> Results:
+        """Return y8, its scales, rstd, and y where it is kept, without gradients."""
+        y = x.new_empty(x.shape if call.keep_y else 0)
+        tensors = {"x": x, "weight": weight, **numbers_of(call)}
+        into = {"y": y} if call.keep_y else {}
+        found = self.server(FORMATS[call.form])(tensors, call.offset, into)
+        return found["y8"], found["y_scales"], found["rstd"], y
+
+    def backward(self, *given: Any) -> Gradients:
+        """Return dx and dw of RMSNorm, of dy, x, weight, rstd, eps and the weight's offset."""
+        dy, x, weight, rstd, eps, offset = given
+        norm = self._norm()
+        with torch.no_grad():
+            if norm is None:
+                wanted = (True, weight is not None)
+                dx, dw = differentiable_backward(dy, x, weight, eps, offset, None, *wanted)
+            else:
+                of_node = (dy, x, weight, rstd)
+                dx, dw = gradients(norm.run, eps, offset, (True, True), *of_node, seen=False)
+        assert dx is not None
+        return dx, dw
+
+
+def _check_format(format: Any) -> None:
+    if format not in FORMATS:
+        raise ValueError(f"format is one of {', '.join(FORMATS)}, got {format!r}")
+
+
+def _check(x: Any, weight: Any, format: Any, via: Any, powers: bool) -> None:
+    """Raises TypeError or ValueError, in one sentence, for arguments that do not fit together."""
+    for name, given in (("x", x), ("weight", weight)):
+        if not isinstance(given, torch.Tensor) and not (given is None and name == "weight"):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(given).__name__}")
+    _check_format(format)
+    scales = FORMATS[format].signature.scales
+    assert scales is not None
+    if x.dtype not in FLOATS or x.dim() == 0 or x.shape[-1] == 0 or x.shape[-1] % scales.block:
+        raise ValueError(
+            f"x must be floating rows of a multiple of {scales.block} columns, as so many share a "
+            f"scale in {format}, got {x.dtype} of shape {tuple(x.shape)}"
+        )
+    if weight is not None and (weight.dim() != 1 or weight.shape[0] != x.shape[-1]):
+        raise ValueError(f"weight must have shape ({x.shape[-1]},), got {tuple(weight.shape)}")
+    if weight is not None and weight.device != x.device:
+        raise ValueError(f"weight is on {weight.device} and x on {x.device}")
+    if via not in (None, x.dtype):
+        raise ValueError(f"via is x's dtype {x.dtype}, or None for y as it is in fp32, got {via}")
+    if powers and scales.kind != "fp32":
+        raise ValueError(f"the scales of {format} are powers of two: leave power_of_two_scales out")
+
+
+class QuantizedPackage(QuantizedFunctions):
+    """The functions of a package of RMSNorm that is quantized to one of the formats; others are
+    PyTorch's operators in it, and so is the backward. Making one compiles nothing and does not
+    touch CUDA."""
+
+    def __init__(self, of: Path, name: str = "") -> None:
+        """Raises ValueError for a damaged package and one of another operation, OSError for
+        none."""
+        self._kernels = OneOperation(of, QUANTIZED, "RMSNorm that is quantized to FP8")
+        super().__init__(self._kernels.source_for(name or str(of)), name or str(of))
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """The target, and how the kernel of every tuned shape was found and checked."""
+        return self._kernels.provenance

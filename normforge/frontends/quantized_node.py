@@ -1,0 +1,175 @@
+"""RMSNorm that is quantized to FP8, with autograd. The forward is what a package serves, and the
+backward that of RMSNorm: in plain eager code by a call, elsewhere by an operator."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.compiler import is_dynamo_compiling
+
+from ..operations import FORMATS
+from ..operations.formula import KINDS, evaluate, wide_dtype
+from ..torch_internals import is_batched, is_plain, transforms_active, watched
+from .differentiable import differentiable_backward
+from .library import Served, define
+from .row_nodes import applied, is_ours
+
+Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""y8, its scales, rstd, and y, without elements where a call does not keep it."""
+Gradients = tuple[torch.Tensor, "torch.Tensor | None"]
+"""dx, and dw where there is a weight."""
+
+
+class Call(NamedTuple):
+    """The arguments of a call behind x and the weight. form: of FORMATS; rounded: whether y is
+    rounded to x's dtype before it is quantized; powers: whether scales in fp32 are powers of
+    two."""
+
+    eps: float
+    offset: float
+    form: str
+    keep_y: bool
+    rounded: bool
+    powers: bool
+
+
+class QuantizedNorms(Protocol):
+    """The interface of what computes a package's quantized norms."""
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor | None, call: Call) -> Results: ...
+
+    def backward(
+        self,
+        dy: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        rstd: torch.Tensor,
+        eps: float,
+        offset: float,
+    ) -> Gradients: ...
+
+    def retire(self) -> None: ...
+
+    def of_form(self, form: str) -> Any: ...
+
+
+SERVED: Served[QuantizedNorms] = Served()
+
+
+def _run(x: Any, weight: Any, *given: Any) -> Any:
+    *call, package = given
+    return SERVED(package).forward(x, weight, Call(*call))
+
+
+def _fake(x: Any, weight: Any, *given: Any) -> Any:
+    *others, _ = given
+    call = Call(*others)
+    scales = FORMATS[call.form].signature.scales
+    assert scales is not None
+    *rows, columns = x.shape
+    return (
+        x.new_empty(x.shape, dtype=torch.float8_e4m3fn),
+        x.new_empty((*rows, columns // scales.block), dtype=KINDS[scales.kind]),
+        x.new_empty((*rows, 1), dtype=wide_dtype(x)),
+        x.new_empty(x.shape if call.keep_y else 0),
+    )
+
+
+def _run_backward(*given: Any) -> tuple[torch.Tensor, ...]:
+    *call, package = given
+    dx, dw = SERVED(package).backward(*call)
+    return dx.contiguous(), dx.new_empty(0) if dw is None else dw
+
+
+def _fake_backward(*given: Any) -> tuple[torch.Tensor, ...]:
+    _, x, weight, *_ = given
+    dw = x.new_empty(0) if weight is None else weight.new_empty(weight.shape)
+    return x.new_empty(x.shape), dw
+
+
+rms_norm_quantized_forward = define(
+    "rms_norm_quantized",
+    "(Tensor x, Tensor? weight, float eps, float weight_offset, str format, bool keep_y,"
+    " bool rounded, bool powers, str package) -> (Tensor, Tensor, Tensor, Tensor)",
+    _run,
+    _fake,
+)
+rms_norm_quantized_backward = define(
+    "rms_norm_quantized_backward",
+    "(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, float eps, float weight_offset,"
+    " str package) -> (Tensor, Tensor)",
+    _run_backward,
+    _fake_backward,
+)
+
+
+def numbers_of(call: Call) -> dict[str, float]:
+    """Return the numbers of a call that its operation takes, by name."""
+    given = {"eps": call.eps, "rounded": float(call.rounded), "powers": float(call.powers)}
+    return {t.name: given[t.name] for t in FORMATS[call.form].signature.numbers}
+
+
+def formula(x: Any, weight: Any, call: Call) -> Results:
+    """Compute a call by PyTorch's operators. y is differentiable."""
+    given = {"x": x, "weight": weight, **numbers_of(call)}
+    found = evaluate(FORMATS[call.form], given, offset=call.offset)
+    y8, scales, rstd = (found[name].detach() for name in ("y8", "y_scales", "rstd"))
+    return y8, scales, rstd, found["y"].to(x.dtype) if call.keep_y else x.new_empty(0)
+
+
+def _forward(x: Any, weight: Any, call: Call, package: str) -> Results:
+    """Compute a call without gradients, of tensors that `is_ours` has seen."""
+    found: Results
+    if is_dynamo_compiling() or watched() or not all(map(is_plain, (x, weight))):
+        found = rms_norm_quantized_forward(x, weight, *call, package)
+    else:
+        found = SERVED(package).forward(x, weight, call)
+    return found
+
+
+class QuantizedNode(torch.autograd.Function):
+    """A call of `_forward` that keeps y, through which gradients flow."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any, *given: Any) -> Results:
+        *call, ctx.package = given
+        y8, scales, rstd, y = _forward(x, weight, Call(*call), ctx.package)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.eps, ctx.offset, *_ = call
+        ctx.mark_non_differentiable(y8, scales, rstd)
+        ctx.set_materialize_grads(False)
+        return y8, scales, rstd, y
+
+    @staticmethod
+    def backward(ctx: Any, *given: Any) -> tuple[Any, ...]:
+        dy = given[-1]
+        nothing = (None,) * (len(Call._fields) + 1)
+        if dy is None:
+            return None, None, *nothing
+        x, weight, rstd = ctx.saved_tensors
+        wants_dw = ctx.needs_input_grad[1]
+        if not is_dynamo_compiling() and (
+            torch.is_grad_enabled() or transforms_active() or is_batched(dy)
+        ):
+            dx, dw = differentiable_backward(
+                dy, x, weight, ctx.eps, ctx.offset, None, True, wants_dw
+            )
+        else:
+            saved = (dy, x, weight, rstd, ctx.eps, ctx.offset)
+            if is_dynamo_compiling() or watched() or not is_plain(dy):
+                dx, dw = rms_norm_quantized_backward(*saved, ctx.package)
+            else:
+                dx, dw = SERVED(ctx.package).backward(*saved)
+        return dx, dw if wants_dw else None, *nothing
+
+
+def quantized_norm(x: Any, weight: Any, call: Call, package: str) -> Results:
+    """Compute `formula` as a package serves it; by PyTorch's operators where it does not."""
+    if not is_ours(x, weight):
+        return formula(x, weight, call)
+    if call.keep_y and torch.is_grad_enabled():
+        found: Results = applied(QuantizedNode, x, weight, *call, package)
+        return found
+    with torch.no_grad():
+        return _forward(x, weight, call, package)

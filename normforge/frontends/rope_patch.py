@@ -1,0 +1,179 @@
+"""Finds attention that normalizes queries and keys and rotates them, as in transformers' Qwen 3 and
+Gemma 3, and makes the forwards that serve it with `rms_norm_rope`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+from ..operations import RMSNORM_ROPE_BACKWARD, RMSNORM_ROPE_FORWARD
+from ..serve.options import DTYPES
+from . import rewritten
+from .patch import ORIGINAL, REMADE, ModuleForward, replace_forwards
+from .rope import RotatedFunctions
+from .tried import UNTRIED, alike, are_close, eps_of, evenly, formula_of, results_of, with_its_dtype
+
+ATTENTION = "attention"
+"""The name of what is patched here, beside the norms."""
+_EAGER = "eager_attention_forward"
+_NORMS = ("q_norm", "k_norm")
+_SIZES = (1.0, 1e-2, 1e-3, 30.0, 1e3, 7.0)
+_FEW, _COLUMNS = (2, 3), 8
+
+
+def fuse_heads(rotated: RotatedFunctions, model: torch.nn.Module) -> list[str]:
+    """Let `rms_norm_rope` serve the queries and keys of a model's attention; the names of the
+    modules that it now serves. Each is tried on the CPU, with its norms and small projections, and
+    left alone if it computes something else. The log says why (level INFO)."""
+
+    def forward_for(module: Any) -> ModuleForward | str:
+        return forward_that_serves(rotated, module)
+
+    def has_norms(module: Any) -> bool:
+        return all(isinstance(getattr(module, name, None), torch.nn.Module) for name in _NORMS)
+
+    return replace_forwards(model, ATTENTION, forward_for, has_norms, quiet=True)
+
+
+def forward_that_serves(rotated: RotatedFunctions, module: Any) -> ModuleForward | str:
+    """Return the forward that serves an attention, or a sentence that says why it is left
+    alone."""
+    width = getattr(module, "head_dim", None)
+    if type(width) is not int:
+        return "it does not say how wide its heads are"
+    norms = [getattr(module, name) for name in _NORMS]
+    shapes = [getattr(getattr(norm, "weight", None), "shape", None) for norm in norms]
+    if shapes != [(width,)] * 2:
+        return "its norms are not those of single heads: OLMo 2 and 3 normalize all heads together"
+    formula, other = map(formula_of, norms)
+    if formula is None or formula == UNTRIED or formula != other:
+        return "its norms do not both compute xhat * w or xhat * (1 + w)"
+    if missing := _without_kernels(rotated, norms[0].weight, formula == "gemma"):
+        return missing
+    narrow = all(with_its_dtype(norm, formula) == formula for norm in norms)
+    kind: Any = type(module)
+    found = _forward_of(rotated, kind, formula == "gemma", narrow)
+    if found is None:
+        return "its forward is not q_norm, k_norm and then apply_rotary_pos_emb"
+    try:
+        same = _computes_the_same(module, found)
+    except Exception:  # another kind of attention
+        return "it raises an error on the CPU with small projections"
+    return found if same else "it computes something else than norm and rotation of its halves"
+
+
+def _without_kernels(rotated: RotatedFunctions, weight: torch.Tensor, offset: bool) -> str:
+    """Say where a GPU has no kernels for heads like those of a norm, which then are better with
+    the norm's. Without a GPU nothing is known."""
+    if not torch.cuda.is_available():
+        return ""
+    width, dtype = len(weight), DTYPES.get(weight.dtype, "bf16")
+    for operation in (RMSNORM_ROPE_FORWARD, RMSNORM_ROPE_BACKWARD):
+        server = rotated.server(operation)
+        asked = (1 << 17, width, dtype, "fp32" if offset else dtype)
+        if server.explain(*asked)["kernel"] is None:
+            return f"no kernel of rms_norm_rope serves heads of {width} columns here"
+    return ""
+
+
+@cache
+def _forward_of(
+    rotated: RotatedFunctions, kind: Any, offset: bool, narrow: bool
+) -> ModuleForward | None:
+    """Return the forward of a class whose queries and keys `rms_norm_rope` serves; None for another
+    text. offset: 1 is added to weights; narrow: the norms' results are in x's dtype, whatever that
+    of the weight."""
+    kind = getattr(kind, ORIGINAL, kind)
+    tree = rewritten.of_class(kind)
+    turn = rewritten.global_of(kind)
+    if tree is None or turn is None or not rewritten.heads_rotated(tree):
+        return None
+
+    def heads(norm: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        weight = norm.weight
+        if offset:  # in fp32, as the norm does
+            weight = weight.to(torch.promote_types(weight.dtype, torch.float32)) + 1.0
+        eps: Any = eps_of(norm)  # _fits has seen it
+        y = rotated.rms_norm_rope(x.transpose(1, 2), weight, cos, sin, eps)
+        return y.transpose(1, 2)
+
+    def serve(self: Any, q: Any, k: Any, cos: Any, sin: Any) -> Any:
+        """Return q and k (B, H, S, D), normalized and rotated."""
+        if not (_fits(self.q_norm, q, cos, narrow) and _fits(self.k_norm, k, cos, narrow)):
+            return turn(self.q_norm(q), self.k_norm(k), cos, sin)
+        return heads(self.q_norm, q, cos, sin), heads(self.k_norm, k, cos, sin)
+
+    found = rewritten.compiled(kind, tree, serve)
+    setattr(found, REMADE, partial(_forward_of, rotated, kind, offset, narrow))
+    return found
+
+
+def _fits(norm: Any, x: Any, cos: Any, narrow: bool) -> bool:
+    """Return True if whole heads are turned, and the result has x's dtype."""
+    if x.dim() != 4 or cos.shape[-1] != x.shape[-1] or eps_of(norm) is None:
+        return False
+    normed = x.dtype if narrow else torch.promote_types(x.dtype, norm.weight.dtype)
+    return torch.promote_types(normed, cos.dtype) == x.dtype
+
+
+# ---- Tried on the CPU ----------------------------------------------------------------------------
+
+
+def _computes_the_same(module: Any, fused: Any) -> bool:
+    """Return True if a forward has the results and gradients of that of a module, with small
+    projections and attention that only adds heads up."""
+    kind, width = getattr(type(module), ORIGINAL, type(module)), module.head_dim
+    original = rewritten.plain_forward(kind)
+    scope = {**original.__globals__, _EAGER: _added_up}
+    theirs, ours = (rewritten.among(one, scope, original) for one in (original, fused))
+    weights = [evenly(-1, 2, width), evenly(2, -0.5, width)]
+    projections = {
+        name: _projection(child.out_features, seed)
+        for seed, (name, child) in enumerate(module.named_children())
+        if name.endswith("_proj") and name != "o_proj"
+    }
+    others = {**projections, "o_proj": torch.nn.Identity()}
+    hidden = evenly(-1, 3, 6 * _COLUMNS).sin().view(*_FEW, _COLUMNS)
+    hidden = hidden * torch.tensor(_SIZES).view(*_FEW, 1)
+    config = copy.deepcopy(module.config)
+    config._attn_implementation = "eager"
+
+    def run(forward: Callable[..., Any], batch: int) -> Any:
+        angles = evenly(0.1, 5, batch * _FEW[1] * (width // 2)).view(batch, _FEW[1], -1)
+        angles = torch.cat((angles, angles), -1)
+
+        def of(x: torch.Tensor, *scales: torch.Tensor) -> torch.Tensor:
+            norms = {
+                name: alike(getattr(module, name), {"weight": scale})
+                for name, scale in zip(_NORMS, scales, strict=True)
+            }
+            one = alike(module, {}, {**module._modules, **others, **norms})
+            one.__dict__ |= {"config": config, "training": False}
+            given = {"position_embeddings": (angles.cos(), angles.sin()), "attention_mask": None}
+            y: torch.Tensor = forward(one, hidden_states=x, **given)[0]
+            return y
+
+        return results_of(of, hidden, *weights)
+
+    return all(are_close(run(ours, batch), run(theirs, batch), hidden) for batch in (1, _FEW[0]))
+
+
+def _projection(columns: int, seed: int) -> torch.nn.Linear:
+    made = torch.nn.Linear(_COLUMNS, columns, bias=False)
+    made.weight = torch.nn.Parameter(
+        torch.randn(columns, _COLUMNS, generator=torch.Generator().manual_seed(seed))
+    )
+    return made
+
+
+def _added_up(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+) -> tuple[torch.Tensor, None]:
+    """Stand in for attention: each head of q has a part of its k and v."""
+    times = query.shape[1] // key.shape[1]
+    others = 0.5 * key + 0.01 * value
+    return (query + others.repeat_interleave(times, 1)).transpose(1, 2), None

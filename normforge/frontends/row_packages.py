@@ -1,0 +1,21 @@
+"""The functions of the packages of operations over rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..operations import GATED, QUANTIZED, ROTATED
+from .gated import GatedPackage
+from .layer_norm_forward import LayerNormForwardPackage
+from .norm_add import NormAddPackage
+from .quantized import QuantizedPackage
+from .rope import RotatedPackage
+
+ROW_PACKAGES: dict[str, Any] = {
+    NormAddPackage.operation: NormAddPackage,
+    LayerNormForwardPackage.operation: LayerNormForwardPackage,
+    **dict.fromkeys(GATED, GatedPackage),
+    **dict.fromkeys(ROTATED, RotatedPackage),
+    **dict.fromkeys(QUANTIZED, QuantizedPackage),
+}
+"""The class that opens the packages of an operation, by its name."""

@@ -1,0 +1,181 @@
+"""Layouts in compiled code: the kernels read heads, and the gradients of heads, where they lie."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional
+
+from normforge.api import Package
+from normforge.frontends.graph_pass import make_backend
+from normforge.frontends.layouts import ask_for_layouts
+from normforge.frontends.routes import INPUTS
+from normforge.launch.row_layout import row_layout
+from normforge.serve.layout import read_layout
+from tests.support.entry_points import needs_whole_forward, randn
+
+pytestmark = pytest.mark.usefixtures("aten")
+
+B, S, H, D, WIDTH = 2, 32, 4, 16, 64
+Heads = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def written_out(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return (wide * (1.0 + w.float())).type_as(x)
+
+
+def pytorchs(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Qwen's order: the norm, then the transpose."""
+    return functional.rms_norm(x, (D,), w, 1e-6).transpose(1, 2)
+
+
+def before(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return written_out(x, w).transpose(1, 2)
+
+
+def behind(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Gemma's order: the transpose, then the norm."""
+    return written_out(x.transpose(1, 2), w)
+
+
+def rotated(x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
+    low, high = x.chunk(2, -1)
+    return x * turn.cos() + torch.cat((-high, low), -1) * turn.sin()
+
+
+def attention(heads: Heads, packed: bool) -> Callable[..., torch.Tensor]:
+    """A function of the stream, the projections of q, k and v, and the weights of two norms."""
+
+    def run(
+        x: torch.Tensor, qkv: torch.Tensor, wq: torch.Tensor, wk: torch.Tensor, turn: torch.Tensor
+    ) -> torch.Tensor:
+        if packed:
+            parts = functional.linear(x, qkv).split(WIDTH, -1)
+        else:
+            parts = tuple(functional.linear(x, one) for one in qkv.chunk(3))
+        q, k, v = (part.view(B, S, H, D) for part in parts)
+        q, k = rotated(heads(q, wq), turn), rotated(heads(k, wk), turn)
+        mixed = functional.scaled_dot_product_attention(q, k, v.transpose(1, 2), is_causal=True)
+        return mixed.transpose(1, 2).reshape(B, S, WIDTH)
+
+    return run
+
+
+class Seen:
+    """The rows that the operators of a package are given. forward: x; backward: all arguments."""
+
+    def __init__(self, package: Package, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.forward: list[torch.Tensor] = []
+        self.backward: list[Any] = []
+        forward, backward = package.ops._forward, package.ops._backward
+
+        def see_forward(x: torch.Tensor, *others: Any) -> Any:
+            self.forward.append(x)
+            return forward(x, *others)
+
+        def see_backward(given: Any, options: Any) -> Any:
+            self.backward.append(given)
+            return backward(given, options)
+
+        monkeypatch.setattr(package.ops, "_forward", see_forward)
+        monkeypatch.setattr(package.ops, "_backward", see_backward)
+        monkeypatch.setattr(package.ops, "_quick", lambda *_: None)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(
+    "heads", [pytest.param(pytorchs, marks=needs_whole_forward), before, behind]
+)
+def test_heads_and_their_gradients_are_not_copied(
+    package: Package, monkeypatch: pytest.MonkeyPatch, heads: Heads, packed: bool
+) -> None:
+    from torch._inductor.utils import run_and_get_code
+
+    seen, run = Seen(package, monkeypatch), attention(heads, packed)
+    shapes = [(B, S, WIDTH), (3 * WIDTH, WIDTH), (D,), (D,)]
+    leaves = [randn(*s, seed=i).requires_grad_() for i, s in enumerate(shapes)]
+    turn, dy = randn(S, D, seed=8), randn(B, S, WIDTH, seed=9)
+    compiled = torch.compile(run, backend=make_backend(package.ops), fullgraph=True)
+
+    def step(run: Any) -> list[torch.Tensor]:
+        y = run(*leaves, turn)
+        return [y, *torch.autograd.grad(y, leaves, dy)]
+
+    wanted = step(run)
+    seen.forward.clear(), seen.backward.clear()
+    found, codes = run_and_get_code(step, compiled)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+    assert [len(seen.forward), len(seen.backward)] == [2, 2]
+    for x in seen.forward:  # where the projection lies
+        assert row_layout(x) is not None
+        assert x.stride() == (S * H * D * (1 + 2 * packed), H * D * (1 + 2 * packed), D, 1)
+    for given in seen.backward:
+        copies = read_layout(given)[0].copy
+        assert not any(copies), given.dy.stride()
+    calls = re.findall(r"normforge\.rms_norm\.v1\.?\w*\((\S+)\(", codes[0])
+    assert calls == ["reinterpret_tensor"] * 2, "a norm has the projection as it lies"
+
+
+def contiguous(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def of_packed_heads(x: torch.Tensor) -> torch.Tensor:
+    return x.repeat(1, 1, 3, 1)[:, :, :H]
+
+
+def transposed(x: torch.Tensor) -> torch.Tensor:
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def columns_apart(x: torch.Tensor) -> torch.Tensor:
+    return x.repeat_interleave(2, -1)[..., ::2]
+
+
+PLAIN, PACKED = (S * H * D, H * D, D, 1), (3 * S * H * D, 3 * H * D, D, 1)
+
+
+@pytest.mark.parametrize(
+    ("lay_dy", "lay_x", "wanted"),
+    [
+        (contiguous, contiguous, (PLAIN, PLAIN)),
+        (contiguous, of_packed_heads, (PLAIN, PACKED)),
+        (of_packed_heads, of_packed_heads, (PACKED, PACKED)),
+        (transposed, of_packed_heads, (PLAIN, PACKED)),
+        (transposed, transposed, (PLAIN, PLAIN)),
+        (columns_apart, contiguous, (PLAIN, PLAIN)),
+    ],
+)
+@pytest.mark.parametrize("mode", ["fake", "symbolic"])
+def test_the_rest_is_asked_for_contiguous(
+    package: Package, mode: str, lay_dy: Any, lay_x: Any, wanted: Any
+) -> None:
+    def step(dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> Any:
+        x, rstd = lay_x(x), x.square().mean(-1, keepdim=True)
+        return package.rmsnorm_backward(lay_dy(dy), x, rstd, w)
+
+    given = (*(randn(B, S, H, D, seed=seed) for seed in (0, 1)), randn(D))
+    graph = make_fx(step, tracing_mode=mode)(*given).graph
+    ask_for_layouts(graph, package.ops)
+    asked = {node.target: node.meta[INPUTS] for node in graph.nodes if INPUTS in node.meta}
+    (dy, x, rstd, *_), named = asked.pop(package.ops.rms_norm_backward)
+    assert (asked, named) == ({}, {})
+    assert tuple(tuple(map(int, one.stride())) for one in (dy, x)) == wanted
+    assert rstd.shape == (B, S, H, 1)

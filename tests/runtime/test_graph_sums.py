@@ -1,0 +1,312 @@
+"""Sums of a residual stream and a norm's result in graphs, `r + norm(x)`: which of them become
+`rms_norm` with `add`, and which stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional
+
+from generator.paths import REPOSITORY
+from normforge.api import Package
+from normforge.frontends.graph_pass import make_backend, route
+from normforge.frontends.norm_add import NormAndAdd
+from normforge.operations import RMSNORM_ADD_FORWARD
+from normforge.serve.kernels import source_of
+from tests.support.entry_points import (
+    needs_whole_forward,
+    randn,
+    write_package,
+)
+from tests.support.norm_add import Kernels
+
+ATEN = torch.ops.aten
+N = 16
+Step = Callable[..., Any]
+
+pytestmark = pytest.mark.usefixtures("aten")
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Package:
+    return write_package(tmp_path / "package")
+
+
+@pytest.fixture
+def kernels(served: Package, monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    return Kernels(served, monkeypatch)
+
+
+def norm(x: torch.Tensor, w: torch.Tensor | None) -> torch.Tensor:
+    return functional.rms_norm(x, (N,), w, 1e-5)
+
+
+# Every step takes x, r and g of one shape, and w, a row of it.
+def post_norm(x: Any, r: Any, g: Any, w: Any) -> Any:
+    return r + norm(x, w)
+
+
+def other_order(x: Any, r: Any, g: Any, w: Any) -> Any:
+    return norm(x, None) + r
+
+
+def stream_comes_later(x: Any, r: Any, g: Any, w: Any) -> Any:
+    y = norm(x, w)
+    return r.sin() * g + y
+
+
+def weight_is_computed(x: Any, r: Any, g: Any, w: Any) -> Any:
+    return r + norm(x.sin(), w.exp())
+
+
+def post_norm_and_next(x: Any, r: Any, g: Any, w: Any) -> Any:
+    """Gemma's order: the sum goes through another norm, which it would be folded into, too."""
+    h = r + norm(x, w)
+    return h, norm(h, w)
+
+
+def two_post_norms(x: Any, r: Any, g: Any, w: Any) -> Any:
+    return norm(x, w) + norm(r, w)
+
+
+def step_of_training(x: Any, r: Any, g: Any, w: Any) -> Any:
+    x, r, w = leaves = [each.detach().requires_grad_() for each in (x, r, w)]
+    h = r + norm(x, w)
+    return h, *torch.autograd.grad(h + norm(h.tanh(), w) * g, leaves, torch.ones_like(h))
+
+
+FOLDED: dict[Step, tuple[int, int]] = {
+    **dict.fromkeys((post_norm, other_order, stream_comes_later, weight_is_computed), (1, 1)),
+    **dict.fromkeys((post_norm_and_next, two_post_norms), (1, 1)),
+    step_of_training: (1, 1),
+}
+"""The sums that become part of a norm, and the additions that are gone with them."""
+
+
+def given(dtype: torch.dtype = torch.float32, seed: int = 0, rows: int = 4) -> list[torch.Tensor]:
+    shapes = [(rows, N)] * 3 + [(N,)]
+    return [randn(*shape, dtype=dtype, seed=seed + i) for i, shape in enumerate(shapes)]
+
+
+def count(module: torch.fx.GraphModule, target: Any) -> int:
+    return sum(node.target is target for node in module.graph.nodes)
+
+
+def check(
+    package: Package, module: torch.fx.GraphModule, sums: int, gone: int, rows: int = 4
+) -> None:
+    """A graph, routed, has so many norms with `add`, and computes the same."""
+    inputs = given(seed=9, rows=rows)
+    wanted, before = module(*inputs), count(module, ATEN.add.Tensor)
+    found = route(module, package.ops)(*(each.clone() for each in inputs))
+    assert count(module, package.ops.rms_norm_and_add) == sums
+    assert before - count(module, ATEN.add.Tensor) == gone
+    for a, b in zip(*(r if isinstance(r, tuple) else (r,) for r in (found, wanted)), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+@needs_whole_forward
+@pytest.mark.parametrize("mode", ["fake", "symbolic"])
+@pytest.mark.parametrize("step", FOLDED)
+def test_sums_become_part_of_norms(
+    served: Package, kernels: Kernels, step: Step, mode: str
+) -> None:
+    module = make_fx(step, tracing_mode=mode)(*given())
+    check(served, module, *FOLDED[step], rows=4 if mode == "fake" else 12)
+    assert kernels.calls == [0.0] * FOLDED[step][0]
+
+
+@needs_whole_forward
+def test_a_sum_is_rounded_once(served: Package, kernels: Kernels) -> None:
+    inputs = given(torch.bfloat16)
+    module = make_fx(post_norm, tracing_mode="fake")(*inputs)
+    exact = post_norm(*(each.double() for each in inputs))
+    twice = module(*inputs)
+    assert torch.equal(route(module, served.ops)(*inputs), exact.bfloat16())
+    assert not torch.equal(twice, exact.bfloat16())
+
+
+@needs_whole_forward
+def test_nodes_keep_what_tracing_knew(served: Package, kernels: Kernels) -> None:
+    module = make_fx(post_norm, tracing_mode="fake")(*given())
+    (total,) = (node for node in module.graph.nodes if node.target is ATEN.add.Tensor)
+    total.meta["stack_trace"] = "model.py, line 7"
+    before = dict(total.meta)
+    route(module, served.ops)
+    (fused,) = (n for n in module.graph.nodes if n.target is served.ops.rms_norm_and_add)
+    (y,) = (node for node in fused.users if node.args[1] == 0)
+    assert y.meta == before
+    assert [value.shape for value in fused.meta["val"]] == [(4, N), (4, 1)]
+
+
+# ---- What stays ----------------------------------------------------------------------------------
+
+
+def result_is_used(x: Any, r: Any, g: Any, w: Any) -> Any:
+    y = norm(x, w)
+    return r + y, y.sin()
+
+
+def result_is_returned(x: Any, r: Any, g: Any, w: Any) -> Any:
+    y = norm(x, w)
+    return r + y, y
+
+
+def twice_the_result(x: Any, r: Any, g: Any, w: Any) -> Any:
+    y = norm(x, w)
+    return y + y
+
+
+def factor(x: Any, r: Any, g: Any, w: Any) -> Any:
+    return torch.add(r, norm(x, w), alpha=2)
+
+
+def one_row(x: Any, r: Any, g: Any, w: Any) -> Any:
+    return r[:1] + norm(x, w)
+
+
+def promoted(x: Any, r: Any, g: Any, w: Any) -> Any:
+    return r + norm(x.bfloat16(), w.bfloat16())
+
+
+def statistic_comes_before(x: Any, r: Any, g: Any, w: Any) -> Any:
+    y, rstd = ATEN._fused_rms_norm(x, [N], w, 1e-5)
+    return r * rstd + y
+
+
+def rows_change(x: Any, r: Any, g: Any, w: Any) -> Any:
+    y = norm(x, w)
+    x.mul_(2)
+    return r + y
+
+
+def transposed(x: Any, r: Any, g: Any, w: Any) -> Any:
+    """PyTorch lays the sum out as the stream: its transpose is contiguous."""
+    x, r = (each.reshape(2, 2, N).transpose(0, 1) for each in (x, r))
+    return r + functional.rms_norm(x, (N,), w, 1e-5).transpose(0, 1).contiguous().transpose(0, 1)
+
+
+LEFT = (
+    result_is_used,
+    result_is_returned,
+    twice_the_result,
+    factor,
+    one_row,
+    promoted,
+    statistic_comes_before,
+    rows_change,
+    transposed,
+)
+
+
+@needs_whole_forward
+@pytest.mark.parametrize("step", LEFT)
+def test_other_sums_stay(served: Package, kernels: Kernels, step: Step) -> None:
+    check(served, make_fx(step, tracing_mode="fake")(*given()), 0, 0)
+
+
+@needs_whole_forward
+@pytest.mark.parametrize(
+    "meta", [{"custom": {"stream": 1}}, {"recompute": 1}, {"partitioner_tag": "is_backward"}]
+)
+def test_sums_of_another_stream_or_region_stay(
+    served: Package, kernels: Kernels, meta: dict[str, Any]
+) -> None:
+    module = make_fx(post_norm, tracing_mode="fake")(*given())
+    for node in module.graph.nodes:
+        if node.target is ATEN.add.Tensor:
+            node.meta.update(meta)
+    check(served, module, 0, 0)
+
+
+@needs_whole_forward
+def test_sums_stay_where_no_kernel_adds(
+    package: Package, served: Package, kernels: Kernels
+) -> None:
+    """In a package without the operation, and for rows that it has no kernel for. The sum then
+    belongs to the next norm, if there is one."""
+    kernels.why = "another length of rows"
+    for each in (package, served):
+        check(each, make_fx(post_norm, tracing_mode="fake")(*given()), 0, 0)
+        check(each, make_fx(post_norm_and_next, tracing_mode="fake")(*given()), 0, 1)
+    assert kernels.asked == [False] * 2
+    assert kernels.calls == []
+
+
+def test_a_pass_knows_the_rows_that_kernels_add() -> None:
+    """The committed package for the H200 is asked with fakes, which need no GPU."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    name = RMSNORM_ADD_FORWARD.name
+    source = source_of(REPOSITORY / "generated" / "h200" / name, name)
+    added = NormAndAdd(lambda: source, lambda *_: ())
+    none = NormAndAdd(lambda: "there is no package", lambda *_: ())
+
+    def ask(width: int, offset: bool = False, device: str = "cuda", which: Any = added) -> bool:
+        with FakeTensorMode():
+            x = torch.empty(4, 4096, width, dtype=torch.bfloat16, device=device)
+            return bool(which.serves(x, x.new_empty(width), offset))
+
+    assert ask(4096)
+    assert not ask(100)
+    assert not ask(4096, device="cpu")
+    assert not ask(4096, which=none)
+    # A kernel of fp32 weights serves the sum of weight and offset.
+    fp32 = source(None).backward.choose(16384, 4096, "bf16", "fp32").kernel
+    assert ask(4096, offset=True) == (fp32 is not None)
+
+
+# ---- Models of transformers ----------------------------------------------------------------------
+
+SIZES = {
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "pad_token_id": 0,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "offset"), [("Olmo2", 0.0), ("Gemma2", 1.0), ("Gemma3", 1.0)])
+def test_post_norms_of_transformers(
+    served: Package, kernels: Kernels, name: str, offset: float,
+    caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A step through the backend has the loss and the gradients of eager code, and the kernel of
+    the sum behind attention and feed-forward of each layer, without a graph break."""
+    transformers: Any = pytest.importorskip("transformers", reason="needs transformers")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    kind = "Gemma3Text" if name == "Gemma3" else name
+    config = getattr(transformers, f"{kind}Config")(**SIZES)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.3, 0.3)
+    ids = torch.randint(1, 32, (2, 9))
+
+    def step(run: Any) -> list[torch.Tensor]:
+        model.zero_grad()
+        loss = run(ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+    torch._dynamo.reset()
+    wanted = step(model)
+    compiled = torch.compile(model, backend=make_backend(served.ops), fullgraph=True)
+    with caplog.at_level("INFO"):
+        found = step(compiled)
+    assert kernels.calls == [offset] * 4
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+    told = [message for message in caplog.messages if "additions folded" in message]
+    assert [message.rpartition(": ")[2] for message in told][:2] == ["0", "4"]

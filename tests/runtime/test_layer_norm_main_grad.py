@@ -1,0 +1,182 @@
+"""`LayerNorm(main_grad=True)`: the contract of trainers that accumulate gradients in buffers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+
+from normforge.frontends.layer_norm import LayerNormPackage
+from tests.support.entry_points import randn, write_layer_norm_package
+
+BF16 = torch.bfloat16
+NAMES = ("weight", "bias")
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> LayerNormPackage:
+    return write_layer_norm_package(tmp_path / "package")
+
+
+def trained(norm: torch.nn.Module, seed: int = 0, **with_residual: bool) -> list[torch.Tensor]:
+    """y and dx of one micro-batch of bf16 rows, and with a residual what belongs to that."""
+    x = randn(6, *norm.normalized_shape, dtype=BF16, seed=seed).requires_grad_()
+    if not with_residual:
+        y = norm(x)
+        y.sin().sum().backward()
+        return [y, x.grad]
+    residual = randn(*x.shape, seed=seed + 1).requires_grad_()
+    y, stream = norm(x, residual)
+    (y.sin().sum() + stream.cos().sum()).backward()
+    return [y, stream, x.grad, residual.grad]
+
+
+def pair(package: LayerNormPackage, shape: Any, **options: Any) -> tuple[Any, Any]:
+    """A norm with buffers of 3s, and one without."""
+    ours = package.LayerNorm(shape, 1e-5, **options, dtype=BF16, main_grad=True)
+    plain = package.LayerNorm(shape, 1e-5, **options, dtype=BF16)
+    with torch.no_grad():
+        for i, one in enumerate(ours.parameters()):
+            one.copy_(randn(*one.shape, seed=5 + i))
+            one.main_grad = torch.full(one.shape, 3.0)
+    plain.load_state_dict(ours.state_dict())
+    return ours, plain
+
+
+@pytest.mark.parametrize("shape", [(16,), (3, 16)])
+@pytest.mark.parametrize("how", [{}, {"with_residual": True}])
+@pytest.mark.parametrize("bias", [True, False])
+def test_gradients_are_added_to_the_buffers(
+    package: LayerNormPackage, shape: tuple[int, ...], how: dict[str, bool], bias: bool
+) -> None:
+    ours, plain = pair(package, shape, bias=bias)
+    plain.float()  # dw and db before their rounding
+    wanted = [torch.full(shape, 3.0) for _ in ours.parameters()]
+    for seed in range(3):
+        found, expected = trained(ours, seed, **how), trained(plain, seed, **how)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        for total, one in zip(wanted, plain.parameters(), strict=True):
+            total += one.grad
+            one.grad = None
+    for total, one in zip(wanted, ours.parameters(), strict=True):
+        torch.testing.assert_close(one.main_grad, total, rtol=1e-6, atol=1e-6)
+        assert one.grad is None  # nobody asked for a dummy
+
+
+def test_contract_of_the_hook(package: LayerNormPackage) -> None:
+    ours, _ = pair(package, 16)
+    seen = []
+
+    def hook(parameter: Any) -> None:
+        seen.append(parameter.grad_added_to_main_grad)
+        assert (parameter.grad.shape, parameter.grad.dtype) == ((16,), BF16)
+        assert not parameter.grad.any()
+        parameter.grad = None
+
+    for one in ours.parameters():
+        one.grad_added_to_main_grad, one.zero_out_wgrad = False, True
+        one.register_post_accumulate_grad_hook(hook)
+    trained(ours)
+    assert seen == [True, True]
+    assert all(not torch.equal(one.main_grad, torch.full((16,), 3.0)) for one in ours.parameters())
+
+
+def test_buffers_may_be_overwritten_or_made_on_request(package: LayerNormPackage) -> None:
+    ours, plain = pair(package, 16)
+    plain.float()
+    ours.weight.overwrite_main_grad = True
+    made = torch.zeros(16, dtype=BF16)  # it has the bias's dtype
+    ours.bias.get_main_grad = lambda: made
+    trained(ours), trained(plain)
+    assert torch.equal(ours.weight.main_grad, plain.weight.grad)
+    assert torch.equal(made, plain.bias.grad.bfloat16())
+
+
+@pytest.mark.parametrize("frozen", [*NAMES, "both"])
+def test_what_is_not_wanted_touches_nothing(package: LayerNormPackage, frozen: str) -> None:
+    ours, plain = pair(package, 16)
+    for name in NAMES:
+        getattr(ours, name).grad_added_to_main_grad = False
+        if frozen in (name, "both"):
+            for norm in (ours, plain):
+                getattr(norm, name).requires_grad_(False)
+    found, expected = trained(ours), trained(plain)
+    assert torch.equal(found[1], expected[1])
+    for name in NAMES:
+        one, touched = getattr(ours, name), frozen not in (name, "both")
+        assert torch.equal(one.main_grad, torch.full((16,), 3.0)) is not touched
+        assert one.grad_added_to_main_grad is touched
+    with torch.no_grad():
+        x = randn(2, 16, dtype=BF16)
+        assert torch.equal(ours(x), plain(x))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_buffer_that_does_not_fit_is_called_by_its_name(
+    package: LayerNormPackage, name: str
+) -> None:
+    ours, _ = pair(package, 16)
+    one = getattr(ours, name)
+    other = getattr(ours, NAMES[1 - NAMES.index(name)])
+    for buffer, kind, said in (
+        (
+            None,
+            RuntimeError,
+            rf"LayerNorm\(main_grad=True\) adds its gradient to {name}\.main_grad",
+        ),
+        (torch.zeros(16, dtype=torch.float16), TypeError, rf"{name}\.main_grad must be of"),
+        (
+            torch.zeros(15),
+            RuntimeError,
+            rf"{name}\.main_grad must be contiguous, with the {name}'s",
+        ),
+    ):
+        one.main_grad = buffer
+        with pytest.raises(kind, match=said):
+            trained(ours)
+        assert torch.equal(other.main_grad, torch.full((16,), 3.0))  # nor is the other one changed
+
+
+def test_no_other_derivatives(package: LayerNormPackage) -> None:
+    ours, _ = pair(package, 16)
+    x = randn(4, 16, dtype=BF16).requires_grad_()
+    y = ours(x)
+    refused = r"LayerNorm\(main_grad=True\) has no second derivative"
+    with pytest.raises(RuntimeError, match=refused):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=refused):
+        torch.autograd.grad(ours(x), x, torch.ones(2, *y.shape), is_grads_batched=True)
+    with pytest.raises(RuntimeError, match=refused):
+        torch.func.vmap(ours)(x)
+    with forward_ad.dual_level(), pytest.raises((RuntimeError, NotImplementedError)):
+        ours(forward_ad.make_dual(x, x)).sum().backward()
+    for one in ours.parameters():
+        assert torch.equal(one.main_grad, torch.full((16,), 3.0))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_and_compiled_models(package: LayerNormPackage, reentrant: bool) -> None:
+    ours, plain = pair(package, 16)
+    plain.float()
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(ours, backend="aot_eager")
+    x = randn(6, 16, dtype=BF16).requires_grad_()
+    wanted = [torch.full((16,), 3.0) for _ in NAMES]
+    for norm in (compiled, lambda rows: checkpoint(ours, rows, use_reentrant=reentrant)):
+        norm(x).sin().sum().backward()
+        plain(x).sin().sum().backward()
+        for total, one in zip(wanted, plain.parameters(), strict=True):
+            total += one.grad
+            one.grad = None
+        for total, one in zip(wanted, ours.parameters(), strict=True):
+            torch.testing.assert_close(one.main_grad, total, rtol=1e-6, atol=1e-6)
+
+
+def test_it_is_said(package: LayerNormPackage) -> None:
+    ours, plain = pair(package, 16)
+    assert "main_grad=True" in repr(ours) and "main_grad" not in repr(plain)
+    assert not package.LayerNorm(16, elementwise_affine=False, main_grad=True).main_grad

@@ -1,0 +1,302 @@
+"""`patch(model, fuse=True)`: layers in which `rms_norm` with `add` serves norms and the sums behind
+them, and what is left alone."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+
+import normforge
+from normforge.api import Package
+from normforge.frontends.norm_add import NormAndAdd
+from tests.support.entry_points import equal_bits, filled, leaf, randn
+from tests.support.foreign_norms import CentredRMSNorm, OffsetRMSNorm, PlainRMSNorm
+from tests.support.norm_add import Kernels
+
+N, B, S = 16, 2, 5
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
+    package: Package = normforge.explain.__self__  # type: ignore[attr-defined]
+    before = package._norm.added
+    found = Kernels(package, monkeypatch)
+    yield found
+    assert before is not None
+    package._norm.added = package.ops.norm_and_add = before
+
+
+class SelfAttention(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(N, N)
+
+    def forward(self, hidden_states: Any, **_: Any) -> Any:  # type: ignore[override]
+        return super().forward(hidden_states).sin(), None
+
+
+class Layer(nn.Module):
+    """OLMo's, whose norms are behind attention and MLP."""
+
+    norm: Any = PlainRMSNorm
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = SelfAttention(), nn.Linear(N, N)
+        self.norm1, self.norm2 = type(self).norm(N), type(self).norm(N)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: Any = None,
+        position_embeddings: Any = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        residual = hidden_states
+        hidden_states, _ = self.self_attn(
+            hidden_states=hidden_states, position_embeddings=position_embeddings, **kwargs
+        )
+        hidden_states = self.norm1(hidden_states)
+        hidden_states = residual + hidden_states
+        residual = hidden_states
+        hidden_states = self.mlp(hidden_states)
+        hidden_states = self.norm2(hidden_states)
+        hidden_states = hidden_states + residual
+        return hidden_states
+
+
+class GemmaLayer(Layer):
+    """Has norms before attention and MLP as well, and another class."""
+
+    norm = OffsetRMSNorm
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm3, self.norm4 = OffsetRMSNorm(N), OffsetRMSNorm(N)
+
+    def forward(self, hidden_states: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
+        residual = hidden_states
+        hidden_states = self.norm3(hidden_states)
+        hidden_states, _ = self.self_attn(hidden_states, **kwargs)
+        hidden_states = self.norm1(hidden_states)
+        hidden_states = residual + hidden_states
+        residual = hidden_states
+        hidden_states = self.norm4(hidden_states)
+        hidden_states = self.mlp(hidden_states)
+        hidden_states = self.norm2(hidden_states)
+        hidden_states = residual + hidden_states
+        return (hidden_states,)
+
+
+class LlamaLayer(Layer):
+    """Adds results of attention and MLP."""
+
+    def forward(self, hidden_states: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
+        residual = hidden_states
+        hidden_states = self.norm1(hidden_states)
+        hidden_states, _ = self.self_attn(hidden_states)
+        hidden_states = residual + hidden_states
+        residual = hidden_states
+        hidden_states = self.norm2(hidden_states)
+        hidden_states = self.mlp(hidden_states)
+        hidden_states = residual + hidden_states
+        return hidden_states
+
+
+def results(model: Any, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    x = leaf(B, S, N, dtype=dtype, seed=7)
+    y = model(x)
+    y = y[0] if isinstance(y, tuple) else y
+    leaves = [x, *model.parameters()]
+    return [y, *torch.autograd.grad(y, leaves, randn(*y.shape, dtype=y.dtype, seed=8))]
+
+
+def check(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "offset"), [(Layer, 0.0), (GemmaLayer, 1.0)])
+def test_norms_and_the_sums_behind_them_are_one_call(
+    kind: Any, offset: float, kernels: Kernels
+) -> None:
+    model = filled(kind())
+    wanted = results(model)
+    assert normforge.patch(model, fuse=True)[-1:] == [""]
+    kernels.calls.clear()  # it was tried
+    check(results(model), wanted)
+    assert kernels.calls == [offset] * 2
+    assert isinstance(model, kind)
+    assert "by Normforge" in repr(model).splitlines()[1]
+    assert "" in normforge.unpatch(model)
+    assert type(model) is kind
+    assert equal_bits(results(model), wanted)
+    assert len(kernels.calls) == 2
+
+
+def test_results_that_are_wider_than_rows_are_added_by_pytorch(kernels: Kernels) -> None:
+    models = [filled(Layer()).bfloat16(), filled(Layer()).bfloat16()]
+    for model in models:
+        model.norm1.float(), model.norm2.float(), model.mlp.float()
+    normforge.patch(models[0], fuse=True)
+    kernels.calls.clear()
+    x = randn(B, S, N, dtype=torch.bfloat16)
+    found, wanted = (model(x) for model in models)
+    assert found.dtype == wanted.dtype == torch.float32
+    torch.testing.assert_close(found, wanted, rtol=0.02, atol=0.02)
+    assert len(kernels.calls) == 1  # of the second norm, whose rows are wide
+
+
+def test_models_are_copied_and_pickled(kernels: Kernels) -> None:
+    model = filled(Layer())
+    normforge.patch(model, fuse=True)
+    wanted = results(model)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(other) is type(model)
+        assert equal_bits(results(other), wanted)
+
+
+@pytest.mark.parametrize("kind", [Layer, GemmaLayer])
+def test_compiled_layers_have_no_more_graphs_than_before(kind: Any, kernels: Kernels) -> None:
+    def graphs(fuse: bool) -> tuple[int, torch.Tensor]:
+        torch._dynamo.reset()
+        counter, layers = CompileCounter(), [filled(kind()) for _ in range(3)]
+        x = randn(B, S, N)
+        for layer in layers:
+            normforge.patch(layer, fuse=fuse)
+            layer.compile(backend=counter, fullgraph=True)
+            y = layer(x)
+            x = y[0] if isinstance(y, tuple) else y
+        frames = counter.frame_count
+        assert isinstance(frames, int)
+        return frames, x
+
+    (before, wanted), (after, found) = graphs(False), graphs(True)
+    assert after == before
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+# ---- What is left alone --------------------------------------------------------------------------
+
+
+class Centred(Layer):
+    norm = CentredRMSNorm
+
+
+class Several(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm2 = PlainRMSNorm(2 * N)
+
+
+class Needing(Layer):
+    """Cannot do without what its attention gives."""
+
+    def forward(self, hidden_states: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        residual = hidden_states
+        hidden_states, _ = self.self_attn.forward(hidden_states)
+        hidden_states = hidden_states * self.mlp.weight.sum()
+        hidden_states = self.norm1(hidden_states)
+        hidden_states = residual + hidden_states
+        return hidden_states
+
+
+LEFT = {
+    Centred: "its norms do not all compute",
+    Several: "its norms have weights of several lengths",
+    Needing: "it raises an error on the CPU",
+}
+
+
+@pytest.mark.parametrize("kind", LEFT)
+def test_other_layers_are_left_alone(
+    kind: Any, kernels: Kernels, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = kind()
+    with caplog.at_level("INFO"):
+        normforge.patch(model, fuse=True)
+    assert type(model) is kind
+    assert f"({kind.__name__}) alone: {LEFT[kind]}" in caplog.text
+
+
+def test_layers_without_such_sums_are_not_asked(
+    kernels: Kernels, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = LlamaLayer()
+    with caplog.at_level("INFO"):
+        assert normforge.patch(model, fuse=True) == ["norm1", "norm2"]
+    assert "LlamaLayer" not in caplog.text
+    assert "patch fuses nothing in this model" in caplog.text
+
+
+def test_rows_without_a_kernel_are_left_alone_on_a_gpu(
+    kernels: Kernels, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def has_kernel(_: NormAndAdd, *given: Any) -> bool:
+        asked.append(given[1:])
+        return given[2] == "bf16"
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(NormAndAdd, "has_kernel", has_kernel)
+    with caplog.at_level("INFO"):
+        assert "" not in normforge.patch(Layer(), fuse=True)
+        assert "" in normforge.patch(GemmaLayer().bfloat16(), fuse=True)
+    assert "no kernel of rms_norm with add serves rows of 16 columns here" in caplog.text
+    assert asked == [(N, "fp32", "fp32", False), (N, "bf16", "bf16", True)]
+
+
+# ---- Models of transformers ----------------------------------------------------------------------
+
+SIZES = {
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+}
+
+
+@pytest.mark.parametrize("name", ["Olmo2", "Olmo3", "Gemma2", "Gemma3", "Qwen3"])
+def test_models_of_transformers(name: str, kernels: Kernels) -> None:
+    transformers: Any = pytest.importorskip("transformers", reason="needs transformers")
+    kind = "Gemma3Text" if name == "Gemma3" else name
+    config = getattr(transformers, f"{kind}Config")(**SIZES)
+    model = filled(getattr(transformers, f"{name}ForCausalLM")(config))
+    ids = torch.randint(1, 32, (2, 9))
+
+    def step() -> list[torch.Tensor]:
+        loss = model(ids, labels=ids, use_cache=False).loss
+        return [loss, *torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)]
+
+    wanted = step()
+    names = normforge.patch(model, fuse=True)
+    kernels.calls.clear()
+    for one, other in zip(step(), wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+    served = [one for one in names if one.count(".") == 2]
+    if name == "Qwen3":
+        assert served == kernels.calls == []
+    else:
+        assert served == ["model.layers.0", "model.layers.1"]
+        assert kernels.calls == [float(name.startswith("Gemma"))] * 4
+    normforge.unpatch(model)
+    assert equal_bits(step(), wanted)

@@ -1,0 +1,458 @@
+"""RMSNorm that is quantized to FP8: the functions and their gradients, by PyTorch's operators on
+the CPU, and by a kernel that the driver is given."""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+import re
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
+
+import normforge
+from normforge import rms_norm, rms_norm_quantized
+from normforge.frontends.quantized_node import (
+    SERVED,
+    rms_norm_quantized_backward,
+    rms_norm_quantized_forward,
+)
+from normforge.launch.loaded_kernel import LoadedKernel
+from normforge.operations import FORMATS, RMSNORM_FP8_FORWARD
+from normforge.operations.formula import evaluate
+from normforge.operations.rmsnorm_quantized import quantize_1x128, quantize_mx
+from normforge.quantized import explain
+from normforge.serve import rows as module
+from normforge.serve.rows import RowServer
+from normforge.table import Table
+from tests.support.fake_driver import (
+    SPEC,
+    TARGET,
+    FakeDevice,
+    FakeDriver,
+    empty_on_cpu,
+    entry,
+    read_arguments,
+    stand_in,
+)
+
+M, N = 12, 256
+EPS = 1e-5
+BLOCK = {"fp8_1x128": 128, "mxfp8_1x32": 32}
+each_format = pytest.mark.parametrize("format", FORMATS)
+Results = tuple[torch.Tensor, ...]
+
+
+def drawn(dtype: torch.dtype = torch.float32, M: int = M) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    x, weight = torch.randn(M, N), torch.rand(N) + 0.5
+    return [one.to(dtype).requires_grad_() for one in (x, weight)]
+
+
+def same(found: Any, wanted: Any) -> None:
+    """Compare bit by bit, but for the NaNs of e4m3, which have two forms."""
+    for one, other in zip(found, wanted, strict=True):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        number = ~other.float().isnan()
+        assert torch.equal(one.float().isnan(), ~number)
+        wide = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[one.element_size()]
+        assert torch.equal(one.detach().view(wide)[number], other.detach().view(wide)[number])
+
+
+# ---- What is computed ----------------------------------------------------------------------------
+
+
+def deepseek(y: torch.Tensor, power_of_two: bool = False) -> Results:
+    """Quantize as recipes on top of a norm do, with PyTorch's division by a number on a GPU."""
+    blocks = y.float().view(*y.shape[:-1], -1, 128)
+    amax = blocks.abs().amax(-1).clamp(min=1e-10)
+    scales = amax * (1.0 / 448.0)
+    if power_of_two:
+        finite = torch.frexp(scales)
+        up = finite.exponent - (finite.mantissa == 0.5).int()
+        scales = torch.where(scales.isfinite(), torch.ldexp(torch.ones_like(scales), up), scales)
+    y8 = (blocks / scales[..., None]).to(torch.float8_e4m3fn)
+    return y8.view(y.shape), scales
+
+
+def microscaling(y: torch.Tensor) -> Results:
+    """Quantize number by number, after the OCP specification, in float64."""
+    rows, every = y.double().flatten(0, -2), []
+    scales = torch.empty(*y.shape[:-1], y.shape[-1] // 32)
+    for i, block in enumerate(rows.reshape(-1, 32)):
+        amax = block.abs().max()
+        exponent = -127 if amax == 0 else int(torch.frexp(amax).exponent) - 1 - 8
+        scale = torch.tensor(2.0, dtype=torch.float64) ** max(exponent, -127)
+        scale = scale if amax.isfinite() else torch.tensor(torch.nan)
+        every.append((block / scale).clamp(-448, 448).float())
+        scales.view(-1)[i] = scale
+    return torch.stack(every).to(torch.float8_e4m3fn).view(y.shape), scales.to(torch.float8_e8m0fnu)
+
+
+def awkward(dtype: torch.dtype) -> torch.Tensor:
+    x = drawn(torch.float32, 40)[0].detach().clone()
+    x *= torch.exp2(torch.arange(-20, 20, dtype=torch.float32) * 2)[:, None]
+    x[:, :128] *= torch.exp2(torch.arange(40, dtype=torch.float32) - 30)[:, None]
+    x[0] = 0.0
+    x[1, ::2] = -0.0
+    x[2, 128:] = 0.0
+    x[3, 5], x[4, 200] = torch.inf, torch.nan
+    x[5] = torch.finfo(torch.bfloat16).max
+    return x.to(dtype)
+
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_via_x_s_dtype_every_bit_is_that_of_a_recipe_on_top_of_the_norm(dtype: torch.dtype) -> None:
+    x, weight = awkward(dtype), drawn(dtype)[1].detach()
+    y = rms_norm(x, weight, 1e-12)
+    same(rms_norm_quantized(x, weight, 1e-12, via=dtype)[:2], deepseek(y))
+    powers = rms_norm_quantized(x, weight, 1e-12, via=dtype, power_of_two_scales=True)
+    same(powers[:2], deepseek(y, power_of_two=True))
+    of_mx = rms_norm_quantized(x, weight, 1e-12, via=dtype, format="mxfp8_1x32")
+    same(of_mx[:2], microscaling(y))
+    for found in (powers, of_mx):
+        assert found[2].shape == (40, 1) and found[2].dtype == torch.float32
+
+
+@pytest.mark.parametrize("exponent", [-20, 0, 30])
+def test_scales_at_powers_of_two(exponent: int) -> None:
+    """Each block has one number; y8 is what it is divided by its scale, and 448 at most."""
+    largest = torch.tensor([447.0, 448.0, 449.0, 511.0, 512.0]) * 2.0**exponent
+    y = torch.zeros(5, 128)
+    y[:, 77] = -largest
+    y8, scales = quantize_1x128(y, power_of_two=True)
+    assert (scales[:, 0] * 2.0**-exponent).tolist() == [1.0, 1.0, 2.0, 2.0, 2.0]
+    assert y8.float()[:, 77].tolist() == [-448.0, -448.0, -224.0, -256.0, -256.0]
+    y8, scales = quantize_mx(y)
+    assert scales.float()[:, 2].tolist() == [2.0**exponent] * 4 + [2.0 ** (exponent + 1)]
+    assert y8.float()[:, 77].tolist() == [-448.0] * 4 + [-256.0]
+    assert scales.view(torch.uint8)[:, [0, 1, 3]].max() == 0
+    exact = torch.full((1, 128), 448.0 * 2.0**exponent)
+    assert quantize_1x128(exact)[1].item() == 2.0**exponent
+
+
+@each_format
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_by_default_y_is_quantized_as_it_is_in_fp32(dtype: torch.dtype, format: str) -> None:
+    x, weight = (one.detach() for one in drawn(dtype))
+    y8, scales, rstd, y = rms_norm_quantized(x, weight, EPS, format=format, keep_y=True)
+    wide = rms_norm(x.float(), weight.float(), EPS)
+    same((y8, scales), (deepseek if format == "fp8_1x128" else microscaling)(wide))
+    assert torch.equal(y, wide.to(dtype)) and torch.equal(y, rms_norm(x, weight, EPS))
+    assert torch.equal(rstd, normforge.rmsnorm_forward(x, weight, EPS)[1])
+    same(rms_norm_quantized(x, weight, EPS, format=format), (y8, scales, rstd))
+    again = y8.float() * scales.float().repeat_interleave(BLOCK[format], -1)
+    slack = scales.float().repeat_interleave(BLOCK[format], -1) * 2.0**-10
+    least = 2.0**-4 if format == "fp8_1x128" else 0.13  # beyond 448 there is 1 / 8 more
+    assert ((again - wide).abs() <= wide.abs() * least + slack).all()
+
+
+@each_format
+def test_options_of_a_norm(format: str) -> None:
+    x, weight = (one.detach() for one in drawn())
+    shifted = rms_norm_quantized(x, weight, format=format, weight_offset=1.0)
+    same(shifted, rms_norm_quantized(x, weight + 1, format=format))
+    plain = rms_norm_quantized(x, format=format)
+    same(plain, rms_norm_quantized(x, torch.ones(N), torch.finfo(torch.float32).eps, format=format))
+    many = rms_norm_quantized(x.view(3, 4, N), weight, format=format, keep_y=True)
+    flat = rms_norm_quantized(x, weight, format=format, keep_y=True)
+    same(many, [one.view(3, 4, -1) for one in flat])
+    turned = rms_norm_quantized(x.t().contiguous().t(), weight, format=format, keep_y=True)
+    same(turned[:2], (deepseek if format == "fp8_1x128" else microscaling)(turned[3]))
+    torch.testing.assert_close(turned[3], flat[3])
+    assert all(one.is_contiguous() for one in turned)
+    nothing = rms_norm_quantized(x[:0], weight, format=format)
+    assert [one.shape for one in nothing] == [(0, N), (0, N // BLOCK[format]), (0, 1)]
+    meta = rms_norm_quantized(x.to("meta"), weight.to("meta"), format=format, keep_y=True)
+    assert [(a.shape, a.dtype) for a in meta] == [(b.shape, b.dtype) for b in flat]
+    wide = rms_norm_quantized(x.double(), weight.double(), format=format)
+    assert wide[2].dtype == torch.float64
+
+
+# ---- Gradients -----------------------------------------------------------------------------------
+
+
+@each_format
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_flow_through_y_as_through_the_norm(dtype: torch.dtype, format: str) -> None:
+    leaves = drawn(dtype)
+    y8, scales, rstd, y = rms_norm_quantized(*leaves, EPS, format=format, keep_y=True)
+    assert [one.requires_grad for one in (y8, scales, rstd, y)] == [False, False, False, True]
+    dy = torch.randn(M, N).to(dtype)
+    found = torch.autograd.grad(y, leaves, dy, retain_graph=True)
+    wanted = torch.autograd.grad(rms_norm(*leaves, EPS), leaves, dy)
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    (alone,) = torch.autograd.grad(y, leaves[:1], dy)
+    assert torch.equal(alone, found[0])
+    x = leaves[0]
+    without = rms_norm_quantized(x, None, EPS, format=format, keep_y=True)[3]
+    wanted = torch.autograd.grad(rms_norm(x, None, EPS), [x], dy)
+    assert torch.equal(torch.autograd.grad(without, x, dy)[0], wanted[0])
+    given = {"format": format, "keep_y": True, "weight_offset": 1.0}
+    shifted = rms_norm_quantized(*leaves, EPS, **given)[3]
+    wanted = torch.autograd.grad(rms_norm(*leaves, EPS, weight_offset=1.0), leaves, dy)
+    found = torch.autograd.grad(shifted, leaves, dy)
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    for one in rms_norm_quantized(*leaves, EPS, format=format):
+        assert not one.requires_grad and one.grad_fn is None
+
+
+def test_a_linear_layer_of_fp8_trains_straight_through() -> None:
+    """Its gradient arrives for the dequantized y, and goes into y."""
+
+    class Linear(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, y: torch.Tensor, y8: Any, scales: Any, w: torch.Tensor) -> Any:
+            ctx.save_for_backward(y8, scales, w)
+            return Linear.dequantized(y8, scales) @ w
+
+        @staticmethod
+        def dequantized(y8: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+            return y8.float() * scales.repeat_interleave(128, -1)
+
+        @staticmethod
+        def backward(ctx: Any, dz: torch.Tensor) -> Any:
+            y8, scales, w = ctx.saved_tensors
+            return dz @ w.t(), None, None, Linear.dequantized(y8, scales).t() @ dz
+
+    leaves = [*drawn(), torch.randn(N, 8, requires_grad=True)]
+    y8, scales, _, y = rms_norm_quantized(*leaves[:2], EPS, keep_y=True)
+    found = torch.autograd.grad(Linear.apply(y, y8, scales, leaves[2]).sum(), leaves)
+    exact = rms_norm(*leaves[:2], EPS)
+    seen = exact + (Linear.dequantized(y8, scales) - exact).detach()
+    for one, other in zip(
+        found, torch.autograd.grad((seen @ leaves[2]).sum(), leaves), strict=True
+    ):
+        torch.testing.assert_close(one, other)
+
+
+@each_format
+def test_second_derivatives_and_transforms_are_pytorchs(format: str) -> None:
+    x, weight = (one.detach().double()[..., :128].requires_grad_() for one in drawn(M=1))
+
+    def y_of(*given: torch.Tensor) -> torch.Tensor:
+        return rms_norm_quantized(*given, 1e-3, format=format, keep_y=True)[3]
+
+    assert torch.autograd.gradcheck(y_of, (x, weight))
+    assert torch.autograd.gradgradcheck(y_of, (x, weight))
+    x, weight = (one.detach() for one in drawn())
+    slope = torch.func.grad(lambda x: y_of(x, weight).square().sum())(x)
+    x.requires_grad_()
+    torch.testing.assert_close(slope, torch.autograd.grad(y_of(x, weight).square().sum(), x)[0])
+    y = y_of(x, weight)
+    dy = torch.randn(3, *y.shape)
+    (batched,) = torch.autograd.grad(y, x, dy, is_grads_batched=True, retain_graph=True)
+    for one, incoming in zip(batched, dy, strict=True):
+        torch.testing.assert_close(one, torch.autograd.grad(y, x, incoming, retain_graph=True)[0])
+    tangents = torch.func.jvp(lambda x: y_of(x, weight), (x.detach(),), (dy[0],))[1]
+    assert tangents.shape == y.shape and tangents.any()
+
+
+# ---- Compilers and modes -------------------------------------------------------------------------
+
+
+@each_format
+def test_a_compiled_call_is_one_graph_of_operators(format: str) -> None:
+    leaves = drawn()
+
+    def step(*given: torch.Tensor) -> Any:
+        return rms_norm_quantized(*given, EPS, format=format, keep_y=True)
+
+    torch.compiler.reset()
+    compiled = torch.compile(step, fullgraph=True)
+    found, wanted = compiled(*leaves), step(*leaves)
+    same(found, wanted)
+    for one, other in zip(
+        *(torch.autograd.grad(r[3].square().sum(), leaves) for r in (found, wanted)), strict=True
+    ):
+        torch.testing.assert_close(one, other)
+    few = torch.compile(
+        lambda x: rms_norm_quantized(x, format=format), fullgraph=True, dynamic=True
+    )
+    for rows in (3, 8):
+        same(few(leaves[0][:rows]), rms_norm_quantized(leaves[0][:rows], format=format))
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_a_traced_step_has_the_operators(mode: str) -> None:
+    leaves = drawn()
+
+    def step(*given: torch.Tensor) -> Any:
+        y8, scales, _, y = rms_norm_quantized(*given, EPS, keep_y=True)
+        return y8, scales, *torch.autograd.grad(y.sum(), given)
+
+    traced = make_fx(step, tracing_mode=mode)(*leaves)
+    targets = [node.target for node in traced.graph.nodes]
+    for operator in (rms_norm_quantized_forward, rms_norm_quantized_backward):
+        assert targets.count(operator) == 1
+    same(traced(*leaves), step(*leaves))
+
+
+@each_format
+def test_the_operators_are_what_pytorch_asks_of_one(format: str) -> None:
+    for dtype, options in ((torch.float32, (True, False)), (torch.bfloat16, (False, True))):
+        x, weight = (one.detach() for one in drawn(dtype))
+        rest = (EPS, 0.0, format, *options, False, "*/quantized")
+        torch.library.opcheck(rms_norm_quantized_forward, (x, weight, *rest))
+        torch.library.opcheck(rms_norm_quantized_forward, (x.t().contiguous().t(), None, *rest))
+        rstd = rms_norm_quantized(x, weight, EPS)[2]
+        given = (torch.randn_like(x), x, weight, rstd, EPS, 0.0, "*/quantized")
+        torch.library.opcheck(rms_norm_quantized_backward, given)
+    assert normforge.quantized.operators.rms_norm_quantized.v1 is rms_norm_quantized_forward
+
+
+def test_autocast_inference_and_checkpointing_change_nothing() -> None:
+    leaves = drawn(torch.bfloat16)
+    plain = rms_norm_quantized(*leaves, EPS, keep_y=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        same(rms_norm_quantized(*leaves, EPS, keep_y=True), plain)
+    with torch.inference_mode():
+        same(rms_norm_quantized(*leaves, EPS, keep_y=True), plain)
+        made = torch.ones(M, N, dtype=torch.bfloat16)
+    y = rms_norm_quantized(made, leaves[1], keep_y=True)[3]  # a copy is saved
+    assert torch.autograd.grad(y.sum(), leaves[1])[0].any()
+
+    def y_of(*given: torch.Tensor) -> torch.Tensor:
+        return rms_norm_quantized(*given, EPS, keep_y=True)[3]
+
+    again = checkpoint(y_of, *leaves, use_reentrant=False)
+    found = torch.autograd.grad(again.float().sum(), leaves)
+    wanted = torch.autograd.grad(plain[3].float().sum(), leaves)
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+def test_a_function_is_pickled_by_its_name() -> None:
+    again = pickle.loads(pickle.dumps(rms_norm_quantized))
+    assert again.__self__ is rms_norm_quantized.__self__  # type: ignore[attr-defined]
+
+
+# ---- What is refused -----------------------------------------------------------------------------
+
+X = torch.randn(2, N)
+REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
+    "parts of a block": (
+        (X[:, :200],),
+        {},
+        ValueError,
+        "x must be floating rows of a multiple of 128 columns, as so many share a scale in "
+        "fp8_1x128, got torch.float32 of shape (2, 200)",
+    ),
+    "parts of a block of MX": (
+        (X[:, :48],),
+        {"format": "mxfp8_1x32"},
+        ValueError,
+        "a multiple of 32 columns",
+    ),
+    "no columns": ((X[:, :0],), {}, ValueError, "of shape (2, 0)"),
+    "integers": ((X.int(),), {}, ValueError, "got torch.int32"),
+    "no tensor": ((3.0,), {}, TypeError, "x must be a torch.Tensor, got float"),
+    "a weight that is none": ((X, 1.0), {}, TypeError, "weight must be a torch.Tensor, got float"),
+    "a weight of another shape": ((X, X), {}, ValueError, "weight must have shape (256,), got (2,"),
+    "another format": (
+        (X,),
+        {"format": "fp8"},
+        ValueError,
+        "format is one of fp8_1x128, mxfp8_1x32, got 'fp8'",
+    ),
+    "another dtype on the way": (
+        (X,),
+        {"via": torch.bfloat16},
+        ValueError,
+        "via is x's dtype torch.float32, or None for y as it is in fp32, got torch.bfloat16",
+    ),
+    "powers of two twice": (
+        (X,),
+        {"format": "mxfp8_1x32", "power_of_two_scales": True},
+        ValueError,
+        "the scales of mxfp8_1x32 are powers of two: leave power_of_two_scales out",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_one_sentence(name: str) -> None:
+    given, options, error, said = REFUSED[name]
+    with pytest.raises(error, match=re.escape(said)) as caught:
+        rms_norm_quantized(*given, **options)
+    assert "\n" not in str(caught.value)
+
+
+# ---- Who serves ----------------------------------------------------------------------------------
+
+
+@each_format
+def test_it_says_why_no_kernel_serves(format: str) -> None:
+    found = explain(4096, 1024, "bf16", format=format)
+    assert (found["how"], found["kernel"]) == ("none", None)
+    assert FORMATS[format].name in found["reason"]
+    with pytest.raises(ValueError, match="format is one of"):
+        explain(4096, 1024, "bf16", format="fp4")
+
+
+class Device(FakeDriver):
+    """Computes the operation from the arguments of its kernel."""
+
+    def cuLaunchKernelEx(  # noqa: N802
+        self, config: Any, function: str, parameters: int, extra: int
+    ) -> tuple[Any, ...]:
+        args = read_arguments(function, parameters)
+        x = memory(args.x, args.rows * args.columns, torch.bfloat16).view(args.rows, -1)
+        given = {"x": x, "weight": memory(args.weight, args.columns, torch.bfloat16)}
+        numbers = {name: getattr(args, name) for name in ("eps", "rounded", "powers")}
+        found = evaluate(RMSNORM_FP8_FORWARD, given | numbers, offset=args.weight_offset)
+        for name, value in (found | {"y": found["y"].bfloat16()}).items():
+            if getattr(args, name):
+                memory(getattr(args, name), value.numel(), value.dtype).copy_(value.flatten())
+        return super().cuLaunchKernelEx(config, function, parameters, extra)
+
+
+def memory(address: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    held = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(held, dtype=dtype)
+
+
+@pytest.fixture
+def launched(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The launches of kernels, which take CPU tensors, of rows of 256 columns in bf16."""
+    driver = Device()
+    stand_in(monkeypatch, driver)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    monkeypatch.setattr(module, "current_device", lambda: 0)
+    monkeypatch.setattr(module, "raw_stream", lambda index: device.here())
+    monkeypatch.setattr(module, "is_capturing", lambda: False)
+    monkeypatch.setattr(module, "empty_strided", empty_on_cpu)
+    name = RMSNORM_FP8_FORWARD.name
+    spec = replace(SPEC, operation=name, N=N, strategy="none", way="", partial_columns=0)
+    kernel = LoadedKernel(b"cubin", spec)
+    kernels = SimpleNamespace(
+        backward=Table(TARGET, (entry(M, spec),), ()),
+        loaded=SimpleNamespace(get=lambda _: kernel),
+    )
+    server: Any = RowServer(RMSNORM_FP8_FORWARD, lambda index: kernels)  # type: ignore[arg-type, return-value]
+    monkeypatch.setattr(server, "is_without_kernels", lambda x: False)
+    monkeypatch.setitem(SERVED("*/quantized")._servers, name, server)  # type: ignore[attr-defined]
+    return driver.launches
+
+
+@pytest.mark.parametrize("keep_y", [False, True])
+def test_a_kernel_is_given_what_a_call_says(launched: list[Any], keep_y: bool) -> None:
+    x, weight = (one.detach() for one in drawn(torch.bfloat16))
+    for options in ({}, {"via": torch.bfloat16}, {"power_of_two_scales": True}):
+        for _ in range(2):  # the second call is a known one
+            found = rms_norm_quantized(x, weight, 0.25, keep_y=keep_y, **options)
+            assert len(found) == 3 + keep_y
+            y = rms_norm(x.float(), weight.float(), 0.25)
+            seen = y.bfloat16() if "via" in options else y
+            same(found[:2], deepseek(seen, "power_of_two_scales" in options))
+            assert not keep_y or torch.equal(found[3], y.bfloat16())
+            assert found[2].shape == (M, 1)
+    assert [bool(one.arguments.y) for one in launched] == [keep_y] * 6

@@ -1,0 +1,406 @@
+"""`patch(model, fuse=True)`: attention whose queries and keys `rms_norm_rope` serves, and what is
+left alone."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+import normforge
+from normforge.api import Package
+from normforge.rope_packages import functions
+from normforge.serve.rows import RowServer
+from tests.support import attention_classes
+from tests.support.attention_classes import (
+    HIDDEN,
+    WIDTH,
+    Attention,
+    GemmaAttention,
+    MixedAttention,
+    QueriesAttention,
+    ScaledAttention,
+    WholeNormAttention,
+)
+from tests.support.entry_points import equal_bits, filled, leaf, randn
+from tests.support.foreign_norms import CentredRMSNorm
+
+B, S = 2, 5
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of what `rms_norm_rope` serves in plain eager code."""
+    seen: list[tuple[int, ...]] = []
+    forward = functions.forward
+    monkeypatch.setattr(
+        functions, "forward", lambda x, *given: seen.append(tuple(x.shape)) or forward(x, *given)
+    )
+    return seen
+
+
+def turns(width: int = WIDTH, batch: int = 1, dtype: torch.dtype = torch.float32) -> Any:
+    angles = 3 * randn(batch, S, width // 2, seed=5)
+    angles = torch.cat((angles, angles), -1)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def results(model: Any, of_turns: Any, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    x = leaf(B, S, HIDDEN, dtype=dtype, seed=7)
+    y = model(x, of_turns, None)[0]
+    leaves = [x, *model.parameters()]
+    return [y, *torch.autograd.grad(y, leaves, randn(*y.shape, dtype=y.dtype, seed=8))]
+
+
+def check(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+NAMES = ["q_norm", "k_norm", ""]
+
+
+@pytest.mark.parametrize("batch", [1, B])
+@pytest.mark.parametrize("kind", [Attention, GemmaAttention])
+def test_queries_and_keys_are_normalized_and_rotated_at_once(
+    kind: Any, batch: int, served: list[Any]
+) -> None:
+    model = filled(kind())
+    of_turns, state = turns(batch=batch), copy.deepcopy(model.state_dict())
+    wanted = results(model, of_turns)
+    assert normforge.patch(model, fuse=True) == NAMES
+    served.clear()  # it was tried
+    check(results(model, of_turns), wanted)
+    assert served == [(B, S, attention_classes.HEADS, WIDTH), (B, S, attention_classes.KEYS, WIDTH)]
+    assert isinstance(model, kind)
+    assert model.state_dict().keys() == state.keys()
+    assert "by Normforge" in repr(model).splitlines()[1]
+    assert normforge.unpatch(model) == NAMES
+    assert type(model) is kind
+    assert equal_bits(results(model, of_turns), wanted)
+    assert len(served) == 2
+
+
+def test_without_fuse_attention_stays(served: list[Any]) -> None:
+    model = Attention()
+    assert normforge.patch(model) == NAMES[:2]
+    assert type(model) is Attention
+    assert normforge.patch(model, fuse=True) == NAMES
+    assert normforge.patch(model) == NAMES[:2]  # as the last call says
+    assert type(model) is Attention
+
+
+def heads_of(model: Any, of_turns: Any, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Queries and keys as attention has them."""
+    seen: list[torch.Tensor] = []
+
+    def attend(_: Any, q: Any, k: Any, v: Any, *others: Any, **__: Any) -> Any:
+        seen.extend((q, k))
+        return v.repeat_interleave(2, 1).transpose(1, 2), None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(attention_classes.ATTENTIONS, "other", attend)
+        model(randn(B, S, HIDDEN, dtype=torch.bfloat16).to(dtype), of_turns, None)
+    return seen
+
+
+@pytest.mark.parametrize("kind", [Attention, GemmaAttention])
+def test_narrow_rows_are_rounded_once(kind: Any, served: list[Any]) -> None:
+    """The error of queries and keys against float64 is smaller."""
+    narrow = filled(kind()).bfloat16()
+    exact, of_turns = copy.deepcopy(narrow).double(), turns(dtype=torch.bfloat16)
+    wide = [one.double() for one in of_turns]
+    if kind is GemmaAttention:
+        for norm in (exact.q_norm, exact.k_norm):
+            norm.forward = lambda x, norm=norm: torch.nn.functional.rms_norm(
+                x, (WIDTH,), 1.0 + norm.weight, norm.eps
+            )
+    wanted, before = (
+        heads_of(model, given, dtype)
+        for model, given, dtype in (
+            (exact, wide, torch.float64),
+            (narrow, of_turns, torch.bfloat16),
+        )
+    )
+    normforge.patch(narrow, fuse=True)
+    served.clear()
+    found = heads_of(narrow, of_turns, torch.bfloat16)
+    assert len(served) == 2
+    for one, two, other in zip(found, before, wanted, strict=True):
+        assert one.dtype == two.dtype
+        assert (one.double() - other).norm() < 0.9 * (two.double() - other).norm()
+
+
+@pytest.mark.parametrize("kind", [Attention, GemmaAttention])
+def test_what_the_kernel_does_not_compute_stays_as_it_was(kind: Any, served: list[Any]) -> None:
+    """A part of the columns is rotated, or the results are wider than the rows."""
+    models = [filled(kind()), filled(kind())]
+    normforge.patch(models[0], fuse=True)
+    served.clear()
+    check(*(results(model, turns(WIDTH // 2)) for model in models))
+    narrow = [model.bfloat16() for model in models]
+    of_turns = turns()
+    found, wanted = (heads_of(model, of_turns, torch.bfloat16) for model in narrow)
+    assert [one.dtype for one in (*found, *wanted)] == [torch.float32] * 4
+    for norm in (one for model in narrow for one in (model.q_norm, model.k_norm)):
+        norm.float()
+    of_turns = turns(dtype=torch.bfloat16)
+    found, wanted = (heads_of(model, of_turns, torch.bfloat16) for model in narrow)
+    wide = kind is Attention  # Gemma's norm narrows
+    assert [one.dtype for one in (*found, *wanted)] == [
+        torch.float32 if wide else torch.bfloat16
+    ] * 4
+    assert len(served) == 2 * (not wide)
+
+
+def test_models_are_copied_and_pickled() -> None:
+    model = filled(Attention())
+    normforge.patch(model, fuse=True)
+    wanted = results(model, turns())
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(other) is type(model)
+        assert equal_bits(results(other, turns()), wanted)
+        normforge.unpatch(other)
+        assert type(other) is Attention
+
+
+class Layers(torch.nn.Module):
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(kind() for _ in range(3))
+
+    def forward(self, x: torch.Tensor, of_turns: Any, _: None) -> Any:
+        for layer in self.layers:
+            x = x + layer(x, of_turns, None)[0]
+        return x, None
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+@pytest.mark.parametrize("kind", [Attention, GemmaAttention])
+def test_compiled_models_have_no_more_graphs_than_before(kind: Any, by_layer: bool) -> None:
+    def graphs(patch: bool) -> tuple[int, list[torch.Tensor]]:
+        torch._dynamo.reset()
+        counter, model = CompileCounter(), filled(Layers(kind))
+        if patch:
+            normforge.patch(model, fuse=True)
+        compiled = model if by_layer else torch.compile(model, backend=counter, fullgraph=True)
+        if by_layer:
+            for layer in model.layers:
+                layer.compile(backend=counter, fullgraph=True)
+        x = randn(B, S, HIDDEN)
+        found = [compiled(x, turns(), None)[0]]
+        with torch.no_grad():
+            found.append(compiled(x, turns(batch=B), None)[0])
+        return counter.frame_count, found
+
+    (before, wanted), (after, found) = graphs(False), graphs(True)
+    assert after == before
+    check(found, wanted)
+
+
+# ---- What is left alone --------------------------------------------------------------------------
+
+
+def interleaved(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+    """Rotate pairs of neighbours, as GLM does."""
+    cos, sin = (one.chunk(2, -1)[0].repeat_interleave(2, -1).unsqueeze(1) for one in (cos, sin))
+
+    def rotated(x: torch.Tensor) -> torch.Tensor:
+        even, odd = x[..., ::2], x[..., 1::2]
+        return x * cos + torch.stack((-odd, even), -1).flatten(-2) * sin
+
+    return rotated(q), rotated(k)
+
+
+def with_globals(**others: Any) -> type:
+    """The class in a file that has other functions."""
+    forward = FunctionType(Attention.forward.__code__, {**vars(attention_classes), **others})
+    return type("Another", (Attention,), {"forward": forward})
+
+
+def centred() -> type:
+    return type("Centred", (Attention,), {"norm": CentredRMSNorm})
+
+
+def with_closure() -> type:
+    kept = apply = attention_classes.apply_rotary_pos_emb
+
+    class Closed(Attention):
+        def forward(self, x: Any, of_turns: Any, _: Any) -> Any:  # type: ignore[override]
+            shape = (*x.shape[:-1], -1, self.head_dim)
+            q = self.q_norm(self.q_proj(x).view(shape)).transpose(1, 2)
+            k = self.k_norm(self.k_proj(x).view(shape)).transpose(1, 2)
+            q, k = kept(q, k, *of_turns)
+            return self.o_proj(q.transpose(1, 2).flatten(-2)), k
+
+    assert apply is kept
+    return Closed
+
+
+FORWARD = "its forward is not q_norm, k_norm and then apply_rotary_pos_emb"
+LEFT: dict[str, tuple[Callable[[], Any], str]] = {
+    "norms of all heads": (lambda: WholeNormAttention, "its norms are not those of single heads"),
+    "two kinds of norms": (lambda: MixedAttention, "its norms do not both compute"),
+    "other norms": (centred, "its norms do not both compute"),
+    "something in between": (lambda: ScaledAttention, "it computes something else"),
+    "no norm of keys": (lambda: QueriesAttention, FORWARD),
+    "other rotation": (
+        partial(with_globals, apply_rotary_pos_emb=interleaved),
+        "it computes something else",
+    ),
+    "closure": (with_closure, FORWARD),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_other_attention_is_left_alone(
+    name: str, caplog: pytest.LogCaptureFixture, served: list[Any]
+) -> None:
+    make, why = LEFT[name]
+    model = make()()
+    kind = type(model)
+    with caplog.at_level("INFO"):
+        names = normforge.patch(model, fuse=True)
+    assert type(model) is kind
+    assert "" not in names
+    told = [m for m in caplog.messages if f"({kind.__name__}) alone: {why}" in m]
+    assert len(told) == 1, caplog.messages
+    (summary,) = [
+        r for r in caplog.records if "attention" in r.getMessage() and "serves" in r.getMessage()
+    ]
+    assert summary.levelname == "INFO"
+    assert "patch fuses nothing in this model" in caplog.text
+
+
+def test_attention_that_cannot_be_tried_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    model = Attention()
+    del model.config
+    with caplog.at_level("INFO"):
+        normforge.patch(model, fuse=True)
+    assert type(model) is Attention
+    assert "it raises an error on the CPU with small projections" in caplog.text
+
+
+def test_roundings_of_llama_are_kept(caplog: pytest.LogCaptureFixture) -> None:
+    model = Attention()
+    with caplog.at_level("INFO"):
+        assert normforge.patch(model, "llama", fuse=True) == NAMES[:2]
+    assert "patch fuses nothing: the casting of Llama" in caplog.text
+
+
+def test_heads_without_a_kernel_are_left_alone_on_a_gpu(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def explain(_: RowServer, *given: Any) -> dict[str, Any]:
+        asked.append(given[1:])
+        return {"kernel": None if given[1:] == (16, "fp32", "fp32") else "some"}
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(RowServer, "explain", explain)
+    with caplog.at_level("INFO"):
+        assert normforge.patch(Attention(), fuse=True) == NAMES[:2]
+        assert normforge.patch(Attention().bfloat16(), fuse=True) == NAMES
+        assert normforge.patch(GemmaAttention().bfloat16(), fuse=True) == NAMES
+    assert "no kernel of rms_norm_rope serves heads of 16 columns here" in caplog.text
+    assert asked == [(16, "fp32", "fp32")] + [(16, "bf16", "bf16")] * 2 + [(16, "bf16", "fp32")] * 2
+
+
+def test_other_packages_fuse_nothing(package: Package, caplog: pytest.LogCaptureFixture) -> None:
+    assert package.patch(Attention(), fuse=True) == NAMES[:2]
+    assert "only normforge.patch has rms_norm_rope" in caplog.text
+    with pytest.raises(ValueError, match="no kernels of rms_norm_rope are batch-invariant"):
+        normforge.batch_invariant.patch(Attention(), fuse=True)
+
+
+# ---- Models of transformers ----------------------------------------------------------------------
+
+SIZES = {
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "pad_token_id": 0,
+}
+
+
+def model_of(name: str) -> Any:
+    transformers: Any = pytest.importorskip("transformers", reason="needs transformers")
+    kind = "Gemma3Text" if name == "Gemma3" else name
+    config = getattr(transformers, f"{kind}Config")(**SIZES)
+    return filled(getattr(transformers, f"{name}ForCausalLM")(config))
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "Gemma3", "Olmo2", "Olmo3"])
+def test_models_of_transformers(
+    name: str, served: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    model, ids = model_of(name), torch.randint(1, 32, (2, 9))
+
+    def step() -> list[torch.Tensor]:
+        loss = model(ids, labels=ids, use_cache=False).loss
+        return [loss, *torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)]
+
+    wanted = step()
+    with caplog.at_level("INFO"):
+        names = [n for n in normforge.patch(model, fuse=True) if n.endswith("self_attn")]
+    served.clear()
+    for one, other in zip(step(), wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+    if name.startswith("Olmo"):
+        assert names == served == []
+        assert "OLMo 2 and 3 normalize all heads together" in caplog.text
+    else:
+        assert names == [f"model.layers.{i}.self_attn" for i in range(2)]
+        assert served == [(2, 9, 4, 16), (2, 9, 2, 16)] * 2
+    normforge.unpatch(model)
+    assert equal_bits(step(), wanted)
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "Gemma3"])
+def test_models_of_transformers_generate_as_before(name: str) -> None:
+    model, ids = model_of(name).eval(), torch.randint(1, 32, (2, 9))
+    given = {"max_new_tokens": 5, "do_sample": False}
+    wanted = model.generate(ids, **given)
+    normforge.patch(model, fuse=True)
+    assert torch.equal(model.generate(ids, **given), wanted)
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "Gemma3"])
+def test_models_of_transformers_compile_into_as_many_graphs(name: str) -> None:
+    ids = torch.randint(1, 32, (2, 9))
+
+    def graphs(fuse: bool) -> tuple[int, torch.Tensor]:
+        torch._dynamo.reset()
+        counter, model = CompileCounter(), model_of(name)
+        normforge.patch(model, fuse=fuse)
+        compiled = torch.compile(model, backend=counter, fullgraph=True)
+        loss = compiled(ids, labels=ids, use_cache=False).loss
+        longer = compiled(ids.repeat(1, 2), labels=ids.repeat(1, 2), use_cache=False).loss
+        compiled(ids.repeat(1, 3), labels=ids.repeat(1, 3), use_cache=False)
+        frames = counter.frame_count
+        assert isinstance(frames, int)
+        return frames, loss + longer
+
+    (before, wanted), (after, found) = graphs(False), graphs(True)
+    assert after == before
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
