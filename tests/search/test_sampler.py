@@ -242,7 +242,7 @@ def test_the_surrogate_finds_better_configs_sooner_than_chance(
     monkeypatch.setattr("generator.search.sampler.DRAWN", 16)
     monkeypatch.setattr("generator.search.surrogate.TREES", 5)
     first, last, best, by_chance = [], [], [], []
-    for seed in range(3):
+    for seed in range(6):
         ratios = [ratio_of(config) for config in ask_and_tell(LegalSampler(LEGAL, seed), 80)]
         first.append(min(ratios[:FIRST]))
         last.append(median(ratios[60:]))
