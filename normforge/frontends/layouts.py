@@ -33,23 +33,31 @@ def _wanted(node: Node) -> tuple[Any, ...] | None:
     """The values of a node's arguments, laid out as its kernel wants them."""
     assert isinstance(node.target, torch._ops.OpOverload)
     schema = node.target._schema.arguments
-    wanted, inner = list[Any](), None
     if node.kwargs:
         return None
-    for argument, given in zip(schema, node.args, strict=False):
-        name, value = argument.name, value_of(given) if isinstance(given, Node) else given
-        if isinstance(given, Node) and value is None:
-            return None
-        if isinstance(value, torch.Tensor):
-            steps = _steps(value) if name in _STEPS else None
-            known = steps is not None and len(steps) <= _STEPS[name]
-            if known and steps and len(steps) == 2:  # all heads are of one number
-                known = inner is None or same_size(inner, steps[1])
-                inner = steps[1] if known else inner
-            if not known and not is_contiguous(value):
-                value = value.new_empty(value.shape)
-        wanted.append(value)
-    return tuple(wanted)
+    names = [argument.name for argument in schema[: len(node.args)]]
+    values = [value_of(one) if isinstance(one, Node) else one for one in node.args]
+    if any(isinstance(one, Node) and v is None for one, v in zip(node.args, values, strict=True)):
+        return None
+    rows = dict(zip(names, values, strict=True)).get("x")
+    of_x = _steps(rows) if isinstance(rows, torch.Tensor) else None
+    return tuple(
+        value.new_empty(value.shape)
+        if isinstance(value, torch.Tensor) and not _stays(name, value, of_x)
+        else value
+        for name, value in zip(names, values, strict=True)
+    )
+
+
+def _stays(name: str, value: torch.Tensor, of_x: list[Any] | None) -> bool:
+    """Return True if kernels read an argument as it lies. of_x: the steps of x, with whose heads
+    others go along."""
+    steps = _steps(value) if name in _STEPS else None
+    if steps is None or len(steps) > _STEPS[name]:
+        return is_contiguous(value)
+    if len(steps) < 2 or of_x is None or len(of_x) != 2:
+        return True
+    return same_size(steps[1], of_x[1])
 
 
 def _steps(rows: torch.Tensor) -> list[Any] | None:

@@ -145,11 +145,16 @@ def transposed(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
+def batches_apart(x: torch.Tensor) -> torch.Tensor:
+    return x.repeat(1, 3, 1, 1)[:, :S]
+
+
 def columns_apart(x: torch.Tensor) -> torch.Tensor:
     return x.repeat_interleave(2, -1)[..., ::2]
 
 
 PLAIN, PACKED = (S * H * D, H * D, D, 1), (3 * S * H * D, 3 * H * D, D, 1)
+APART = (3 * S * H * D, H * D, D, 1)
 
 
 @pytest.mark.parametrize(
@@ -161,6 +166,8 @@ PLAIN, PACKED = (S * H * D, H * D, D, 1), (3 * S * H * D, 3 * H * D, D, 1)
         (transposed, of_packed_heads, (PLAIN, PACKED)),
         (transposed, transposed, (PLAIN, PLAIN)),
         (columns_apart, contiguous, (PLAIN, PLAIN)),
+        (batches_apart, contiguous, (APART, PLAIN)),
+        (batches_apart, of_packed_heads, (PLAIN, PACKED)),
     ],
 )
 @pytest.mark.parametrize("mode", ["fake", "symbolic"])

@@ -70,6 +70,11 @@ def gated(norm: Any, x: Any, z: Any, w: Any, m: Any) -> Any:
     return (norm(x, w) * functional.silu(z.float())).to(x.dtype)
 
 
+def gated_and_needed(norm: Any, x: Any, z: Any, w: Any, m: Any) -> Any:
+    y = norm(x, w) * functional.silu(z)
+    return y + y @ m
+
+
 def post_norm(norm: Any, x: Any, z: Any, w: Any, m: Any) -> Any:
     return z + norm(x, w)
 
@@ -104,7 +109,7 @@ DECISIONS: dict[Step, tuple[bool, float, float]] = {
     plain: (True, 10, 10),
     between_products: (True, 10, 10),
     stream: (True, 14, 14),
-    gated: (False, 26, 16),
+    **dict.fromkeys((gated, gated_and_needed), (False, 26, 16)),
     post_norm: (False, 16, 12),
     rotated: (True, 10, 10),
     activated_before: (False, 18, 10),
