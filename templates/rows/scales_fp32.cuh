@@ -3,24 +3,19 @@
 // The largest magnitude of a block times 1 / 448, or the least power of two that is no smaller. The
 // arithmetic is that of quantize_1x128 in normforge/operations/rmsnorm_quantized.py.
 struct BlockScale {
-  float value, inverse, divisor;
+  float value, less, more;
 
   DEVICE BlockScale(float amax, bool power_of_two) {
     value = __fmul_rn(larger_magnitude(amax, 1e-10f), 1.0f / 448.0f);
     if (power_of_two && value == value)
       value = __uint_as_float((__float_as_uint(value) + 0x7fffffu) & 0x7f800000u);
-    inverse = __fdiv_rn(1.0f, value);
-    divisor = inverse == 0.0f ? 0.0f : value;  // what is divided by infinity is 0
+    // y * less and y * more have y / value between them. Rounded to fp32 that is off by up to 2^-24 of it.
+    // The inverse, these two and the products are rounded, too: all in all 4 * 2^-24 and terms of the
+    // second order, less than the margin of 8 * 2^-24. The inverse of a power of two is exact, and so
+    // are its products. What underflows is 0 in e4m3 all the same, as quotients below 2^-11 are.
+    const float inverse = __fdiv_rn(1.0f, value), margin = power_of_two ? 0.0f : 0x1p-21f;
+    less = __fmul_rn(inverse, 1.0f - margin);
+    more = __fmul_rn(inverse, 1.0f + margin);
   }
-  // y / value, rounded to nearest even as by a division. Each step takes off what is too much; the first
-  // leaves an error below one unit in the last place, and then the second one rounds correctly
-  // (Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor", 1990, 8).
-  // No step underflows where it counts: the scale is above 2^-43, and quotients below 2^-11 are 0 in
-  // e4m3. A step adds 0 to -0, so that the sign has to be written again.
-  DEVICE float quotient(float y) const {
-    float q = __fmul_rn(y, inverse);
-    q = __fmaf_rn(__fmaf_rn(-divisor, q, y), inverse, q);
-    q = __fmaf_rn(__fmaf_rn(-divisor, q, y), inverse, q);
-    return __uint_as_float((__float_as_uint(q) & 0x7fffffffu) | (__float_as_uint(y) & 0x80000000u));
-  }
+  DEVICE float quotient(float y) const { return __fdiv_rn(y, value); }
 };

@@ -124,6 +124,29 @@ def test_every_bit_of_a_scale_for_128_columns_is_that_of_the_formula(
     same(found, quantize_1x128(found["y"].float(), bool(powers)))
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_quotients_beside_the_middle_of_two_numbers_are_divided(dtype: str, target: Target) -> None:
+    """In e4m3 these are rounded by their last bits in fp32, and rarely to even."""
+    problem = Problem.parse(f"96x1024:{dtype}", FP8)
+    x = torch.tensor([17.0, 19, 21, 23, 25, 27, 29, 31])[torch.arange(1024) % 8]
+    x *= torch.exp2(torch.arange(1024) // 8 % 16 - 12.0)
+    x[::128], x[5::8] = 448.0, torch.where(torch.arange(128) % 2 == 0, -0.0, x[5::8])
+    x = x * torch.exp2(torch.arange(96) % 7 - 3.0)[:, None]
+    x *= 1 - torch.arange(96)[:, None] % 13 / 128
+    inputs = inputs_of(problem, eps=1e-12)
+    inputs.x.copy_(x)
+    inputs.weight.fill_(1.0)
+    found = run_to_one_result(small(problem, target), inputs)
+    given = inputs.x.float()
+    y = given * found["rstd"].view(-1, 1)
+    wanted = quantize_1x128(y)
+    same(found, wanted)
+    quotients = (y.unflatten(-1, (-1, 128)) / wanted.scales[..., None]).flatten(-2)
+    fourth = torch.frexp(quotients)[0] * 32
+    near = (fourth - fourth.round()).abs() < 2**-17
+    assert near.float().mean() > 0.1
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 def test_every_bit_of_mx_is_that_of_the_formula(dtype: str, target: Target) -> None:
     problem = Problem.parse(f"96x1024:{dtype}", MX)
