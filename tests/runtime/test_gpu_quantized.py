@@ -202,9 +202,10 @@ def test_rows_in_other_places_give_the_same_bits(
     wanted = run(x)
     turned = x.transpose(0, 1).contiguous().transpose(0, 1)
     packed = torch.stack((x, x), 2)[:, :, 1]  # as the heads of a packed tensor
-    odd = torch.cat((x[..., :1], x), -1)[..., 1:]
-    for other in (turned, packed, odd, torch.cat((x, x), -1)[..., N:]):
+    for other in (turned, packed, torch.cat((x, x), -1)[..., N:]):
         same(run(other), wanted)
+    with pytest.warns(UserWarning, match="needs rows at multiples of 16 bytes"):
+        run(torch.cat((x[..., :1], x), -1)[..., 1:])
     assert all(one.is_contiguous() for one in run(turned))
     same(run(x, weight.float()), wanted)
     ones = functions.rms_norm_quantized(x, None, EPS, format=format)
