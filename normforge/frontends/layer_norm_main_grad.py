@@ -12,7 +12,7 @@ from torch.compiler import is_dynamo_compiling
 
 from ..serve.options import Arguments, Options
 from ..serve.reference import Results
-from ..torch_internals import tracing, transforms_active, without_inference
+from ..torch_internals import served_dtype, tracing, transforms_active, without_inference
 from .dtensor import is_dtensor
 from .gradients import is_watched
 from .layer_norm_operators import layer_norm_gradients
@@ -63,7 +63,9 @@ class _MainGradLayerNorm(torch.autograd.Function):
         *given: Any,
     ) -> Any:
         x, residual, weight, bias, ctx.eps = given
-        call = (*given, package.name)
+        # Cast here, where autograd sees nothing: its gradient of a cast would be of a dummy.
+        weight, bias = served_dtype(weight, x), served_dtype(bias, x)
+        call = (x, residual, weight, bias, ctx.eps, package.name)
         y, mean, rstd, stream = package._forward_for(call)(*call)
         ctx.save_for_backward(x if residual is None else stream, weight, rstd, mean)
         # The parameters themselves: what hooks give back for a saved tensor lacks its attributes.
