@@ -33,8 +33,7 @@ def main_grad_layer_norm(
     eps: float,
 ) -> Any:
     """`layer_norm` of a package, whose backward adds dw and db to the main_grad of the parameters.
-    weight, bias: the parameters, or flat views of them. Once a gradient of dx is asked for, there
-    is an error."""
+    weight, bias: the parameters, or flat views of them. A gradient of dx raises RuntimeError."""
     wants = any(one is not None and one.requires_grad for one in (weight, bias))
     adds = torch.is_grad_enabled() and wants
     if not adds or not isinstance(x, torch.Tensor) or tracing() is not None:
