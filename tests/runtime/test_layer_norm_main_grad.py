@@ -167,6 +167,27 @@ def test_each_gets_the_gradient_of_what_is_used(
         assert (one.grad is None) is (used == "stream")
 
 
+class Late(torch.Tensor):
+    """A gradient that another library has not finished."""
+
+
+@pytest.mark.parametrize("late", ["none", "dy", "dstream"])
+def test_a_gradient_of_another_kind_goes_to_the_operator(
+    package: LayerNormPackage, late: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, _ = pair(package, 16)
+    went: list[str] = []
+    for way, where, name in (("run", package, "_run"), ("operator", package.ops, "backward")):
+        real = getattr(where, name)
+        spy = lambda *given, way=way, real=real: (went.append(way), real(*given))[1]  # noqa: E731
+        monkeypatch.setattr(where, name, spy)
+    x, residual = (randn(6, 16, dtype=BF16, seed=seed).requires_grad_() for seed in (1, 2))
+    given = {"dy": randn(6, 16, dtype=BF16, seed=3), "dstream": randn(6, 16, dtype=BF16, seed=4)}
+    incoming = [one.as_subclass(Late) if name == late else one for name, one in given.items()]
+    torch.autograd.backward(ours(x, residual), incoming)
+    assert went[0] == ("run" if late == "none" else "operator")
+
+
 def test_rows_that_were_made_in_inference_mode(package: LayerNormPackage) -> None:
     ours, plain = pair(package, 16)
     plain.float()
