@@ -74,6 +74,10 @@ def test_summary_has_means_and_names_what_became_slower() -> None:
     assert "after over before 0.7071" in packages.summary([row_of("a", 0.5), row_of("b", 1.0)])
 
 
+def test_summary_of_nothing_has_no_means() -> None:
+    assert packages.summary([]) == "no shape was measured"
+
+
 def test_options_of_a_shape_choose_its_kernel() -> None:
     table = Table.load(H200)
     plain, option = load_problems("16384x4096:bf16,16384x4096:bf16+residual")
