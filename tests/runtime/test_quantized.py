@@ -280,6 +280,14 @@ def test_a_transform_sees_what_a_plain_call_gives(
     same(torch.func.vjp(run, x, weight)[0], wanted)
 
 
+@pytest.mark.parametrize("keep_y", [False, True])
+def test_rows_of_a_jagged_tensor_are_pytorchs(keep_y: bool) -> None:
+    x, weight = (one.detach() for one in drawn())
+    jagged = torch.nested.nested_tensor([x[:5], x[5:]], layout=torch.jagged)
+    found = rms_norm_quantized(jagged, weight, EPS, keep_y=keep_y)
+    same([one.values() for one in found], rms_norm_quantized(x, weight, EPS, keep_y=keep_y))
+
+
 # ---- Compilers and modes -------------------------------------------------------------------------
 
 
