@@ -96,7 +96,9 @@ def line(row: Mapping[str, Any]) -> str:
 
 def summary(rows: Iterable[Mapping[str, Any]]) -> str:
     """Say what all rows come to, a line for each condition."""
-    lines = []
+    rows, lines = [*rows], []
+    if not rows:
+        return "no shape was measured"
     for condition in CONDITIONS:
         known = [(row[condition], row["shape"]) for row in rows]
         slower = [

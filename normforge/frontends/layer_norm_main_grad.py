@@ -12,7 +12,7 @@ from torch.compiler import is_dynamo_compiling
 
 from ..serve.options import Arguments, Options
 from ..serve.reference import Results
-from ..torch_internals import tracing, transforms_active, without_inference
+from ..torch_internals import served_dtype, tracing, transforms_active, without_inference
 from .dtensor import is_dtensor
 from .gradients import is_watched
 from .layer_norm_operators import layer_norm_gradients
@@ -33,8 +33,7 @@ def main_grad_layer_norm(
     eps: float,
 ) -> Any:
     """`layer_norm` of a package, whose backward adds dw and db to the main_grad of the parameters.
-    weight, bias: the parameters, or flat views of them. Once a gradient of dx is asked for, there
-    is an error."""
+    weight, bias: the parameters, or flat views of them. A gradient of dx raises RuntimeError."""
     wants = any(one is not None and one.requires_grad for one in (weight, bias))
     adds = torch.is_grad_enabled() and wants
     if not adds or not isinstance(x, torch.Tensor) or tracing() is not None:
@@ -63,7 +62,9 @@ class _MainGradLayerNorm(torch.autograd.Function):
         *given: Any,
     ) -> Any:
         x, residual, weight, bias, ctx.eps = given
-        call = (*given, package.name)
+        # Cast here, where autograd sees nothing: its gradient of a cast would be of a dummy.
+        weight, bias = served_dtype(weight, x), served_dtype(bias, x)
+        call = (x, residual, weight, bias, ctx.eps, package.name)
         y, mean, rstd, stream = package._forward_for(call)(*call)
         ctx.save_for_backward(x if residual is None else stream, weight, rstd, mean)
         # The parameters themselves: what hooks give back for a saved tensor lacks its attributes.

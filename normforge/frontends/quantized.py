@@ -72,8 +72,9 @@ class QuantizedFunctions(RowFunctions):
         Under torch.compile it is an operator. Works under autocast (which changes nothing here) and
         in CUDA graphs. torch.func and tensor subclasses use PyTorch's operators.
 
-        Gradients flow through y alone, and so only with keep_y: give y the gradient that arrives
-        for y8 times its scales (straight-through). Its backward is that of RMSNorm.
+        Gradients flow through y alone, and so only with keep_y. What multiplies y8 and the scales
+        shall take y, too, and return the gradient of the dequantized rows as that of y
+        (straight-through). From there on, the backward is that of RMSNorm.
 
         Args:
             x: (..., N), bf16, fp16 or fp32. N is a multiple of 128, or of 32 for MX.
@@ -83,17 +84,17 @@ class QuantizedFunctions(RowFunctions):
                 DeepSeek-V3. "mxfp8_1x32": each block of 32 columns has the scale
                 2^(floor(log2(amax)) - 8) in e8m0, as the OCP MX specification has it, and numbers
                 beyond 448 are 448.
-            keep_y: whether y is returned, too, in x's dtype.
-            via: x's dtype to quantize y as rounded to it, as recipes on top of a norm do; by
-                default y is quantized as it is in fp32.
+            keep_y: also return y, in x's dtype.
+            via: x's dtype, to round y to it before it is quantized, as a recipe does that quantizes
+                what a norm returns. By default y is quantized as it is in fp32.
             power_of_two_scales: round the scales of "fp8_1x128" up to powers of two.
             weight_offset: a number added to the weight in fp32.
 
         Returns:
             (y8, scales, rstd), or (y8, scales, rstd, y) with keep_y. y8 is float8_e4m3fn in x's
                 shape: y divided by the scale of its block, rounded to nearest even. The scales are
-                of shape (..., N / 128) in fp32, or (..., N / 32) in float8_e8m0fnu, one row behind
-                the other. rstd is fp32 of shape (..., 1), as `rmsnorm_backward` takes it.
+                of shape (..., N / 128) in fp32, or (..., N / 32) in float8_e8m0fnu. All are
+                contiguous. rstd is fp32 of shape (..., 1), as `rmsnorm_backward` takes it.
 
         Raises:
             TypeError, ValueError: if the arguments do not fit together.

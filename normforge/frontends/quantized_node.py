@@ -115,7 +115,9 @@ def formula(x: Any, weight: Any, call: Call) -> Results:
     given = {"x": x, "weight": weight, **numbers_of(call)}
     found = evaluate(FORMATS[call.form], given, offset=call.offset)
     y8, scales, rstd = (found[name].detach() for name in ("y8", "y_scales", "rstd"))
-    return y8, scales, rstd, found["y"].to(x.dtype) if call.keep_y else x.new_empty(0)
+    # Not x.new_empty, which jagged tensors do not have.
+    nothing = torch.empty(0, dtype=x.dtype, device=x.device)
+    return y8, scales, rstd, found["y"].to(x.dtype) if call.keep_y else nothing
 
 
 def _forward(x: Any, weight: Any, call: Call, package: str) -> Results:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -73,11 +74,46 @@ def test_summary_has_means_and_names_what_became_slower() -> None:
     assert "after over before 0.7071" in packages.summary([row_of("a", 0.5), row_of("b", 1.0)])
 
 
+def test_summary_of_nothing_has_no_means() -> None:
+    assert packages.summary([]) == "no shape was measured"
+
+
 def test_options_of_a_shape_choose_its_kernel() -> None:
     table = Table.load(H200)
     plain, option = load_problems("16384x4096:bf16,16384x4096:bf16+residual")
     assert not packages.chosen(table, plain).spec.residual
     assert packages.chosen(table, option).spec.residual
+
+
+def test_a_run_measures_what_is_left_and_says_whether_that_is_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exit code 0 is for the script that waits for the whole file."""
+    measured: list[str] = []
+
+    def measure(session: Any, timers: Any, kernels: Any, problem: Problem) -> dict[str, Any]:
+        measured.append(str(problem))
+        return row_of(str(problem), 1.0)
+
+    facts = {"name": "NVIDIA H200", "sms": 132}
+    session = SimpleNamespace(facts=facts, device=None)
+    monkeypatch.setattr(packages, "open_session", lambda device: session)
+    monkeypatch.setattr(packages, "Timer", lambda *_, **__: SimpleNamespace(facts=dict))
+    monkeypatch.setattr(packages, "machine", lambda facts: {"gpu": facts["name"]})
+    monkeypatch.setattr(packages, "measure", measure)
+    out, shapes = tmp_path / "out.json", ["4096x4096:bf16", "16384x4096:bf16"]
+    clock = iter([0.0, 1.0, 99.0])  # the second shape would begin too late
+    monkeypatch.setattr(packages, "time", SimpleNamespace(monotonic=lambda: next(clock, 0.0)))
+
+    def run(*more: str) -> int:
+        folders = ["--module", str(H200), "--before", str(H100)]
+        given = ["--shapes", ",".join(shapes), "--out", str(out), *more]
+        return packages.main([*folders, *given])
+
+    assert run("--seconds", "10") == 1 and measured == shapes[:1]
+    assert run("--resume") == 0 and measured == shapes
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["shape"] for row in rows] == shapes
 
 
 def test_a_shape_without_a_kernel_is_one_sentence() -> None:

@@ -16,6 +16,7 @@ from generator.errors import NormforgeError
 from generator.evaluate.predict.correction import Correction
 from generator.evaluate.predict.fitted import load_fitted
 from generator.kernels.cubin_cache import compile_variant
+from generator.kernels.forward import ForwardVariant
 from generator.kernels.geometry import Config
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.ptxas import Resources
@@ -28,6 +29,7 @@ from generator.space.legal_configs import LegalConfigs
 from generator.space.load import load_space
 from generator.target import find_target
 from normforge.spec import MAIN_KERNEL
+from tests.support.forward import of_kind
 
 PROBLEM = Problem.parse("4096x1024:bf16")
 TARGET = find_target("gb200")
@@ -177,6 +179,24 @@ def test_what_a_few_rows_have_shown_does_not_count_for_many(emulator) -> None:  
         (result,) = predictor.finals(problem, [(one, compiled)])
         assert predictor.confirm(problem, one, result).checks
     assert len(asked) == 3
+
+
+def test_a_forward_is_executed_again_where_more_rows_show_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[int] = []
+
+    def check(variant: ForwardVariant, problem: Problem) -> Check:
+        asked.append(problem.M)
+        return Check(variant.id, 3, 1, {"y": 1e-3})
+
+    monkeypatch.setattr(emulate, "check_forward", check)
+    predictor = EmulatingPredictor(TARGET)
+    variant = of_kind("4096x1024:bf16")
+    for M in (1, 4096, 16384):
+        result = predictor.confirm(Problem(M, 1024, "bf16", "bf16"), variant, Result("ok", us=1.0))
+        assert result.checks == ("CPU emulator, 3 schedules",)
+    assert asked == [1, 4096]
 
 
 def test_real_variant_passes_the_real_emulator() -> None:

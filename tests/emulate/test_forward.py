@@ -16,6 +16,7 @@ from generator.kernels.forward import (
     ANY_COLUMNS,
 )
 from generator.kernels.render import render_forward
+from generator.operations import RMSNORM_FORWARD
 from generator.problem import Problem
 from generator.space.forward_space import fallback_forwards
 from tests.support.forward import drawn, of_kind, output_fault
@@ -95,6 +96,26 @@ def test_bits_of_a_row_depend_neither_on_the_grid_nor_on_the_other_rows() -> Non
     for name, whole in first.items():
         assert torch.equal(whole, other[name])
         assert torch.equal(whole[20:], part[name])
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_results_that_change_without_a_residual_alone_are_found(
+    monkeypatch: pytest.MonkeyPatch, bad: bool
+) -> None:
+    def run(variant: Any, inputs: Any, schedules: Any, *, sms: int) -> emulated.ForwardRuns:
+        exact = RMSNORM_FORWARD.bounds(problem, inputs)
+        one = {name: bound.reference.clone() for name, bound in exact.items()}
+        one["y"] = one["y"].bfloat16()
+        count = 2 if bad and inputs.residual is None else 1
+        return emulated.ForwardRuns([one] * count, [])
+
+    variant, problem = of_kind("4096x256:bf16"), Problem.parse("7x256:bf16")
+    monkeypatch.setattr(emulated, "run_forward", run)
+    monkeypatch.setattr(emulated, "find_compiler", lambda: "g++")
+    check = emulated.check_forward(variant, problem)
+    assert check.distinct_results == 1 + bad
+    changes = ("its bits change from schedule to schedule",)
+    assert check.problems == (changes if bad else ())
 
 
 @needs_compiler

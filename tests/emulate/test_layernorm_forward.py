@@ -230,3 +230,21 @@ def test_rows_of_one_number_are_the_bias(target: Target) -> None:
     torch.testing.assert_close(found["mean"], x[:, 0], rtol=2.0**-23, atol=0.0)
     reference = make_reference(library.LAYERNORM_FORWARD, problem, inputs)
     torch.testing.assert_close(found["rstd"].double(), reference.outputs["rstd"])
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_what_is_no_number_stays_in_its_row_and_shows_in_all_results(
+    pipeline: str, target: Target
+) -> None:
+    problem = problem_of("42x1000:bf16")
+    given = LAYERNORM_FORWARD.make_inputs(problem, CPU)
+    variant = small(problem, target, **PIPELINES[pipeline])
+    plain = run_to_one_result(variant, given)
+    x = given.x.clone()
+    x[3, 5], x[7, 999], x[11, ::2] = torch.nan, torch.inf, -torch.inf
+    found = run_to_one_result(variant, replace(given, x=x))
+    bad = [3, 7, 11]
+    rest = [row for row in range(problem.M) if row not in bad]
+    assert all(torch.equal(found[name][rest], plain[name][rest]) for name in OUTPUTS)
+    assert found["y"][bad].isnan().all() and found["rstd"][bad].isnan().all()
+    assert not found["mean"][bad].isfinite().any()

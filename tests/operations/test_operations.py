@@ -239,6 +239,35 @@ def test_the_formula_passes_the_checks_and_a_changed_element_does_not(
         assert compare_all(wrong, bounds).fault.startswith(f"{out}[")
 
 
+@pytest.mark.parametrize("name", sorted(library.OPERATIONS))
+def test_inputs_have_the_offset_of_the_shape(name: str) -> None:
+    """Else no kernel with an offset would ever be checked."""
+    for option, offset in (("", 0.0), ("+offset", 1.0)):
+        problem = problem_for(name, f"6x40:bf16{option}")
+        assert OPERATIONS[name].make_inputs(problem, CPU).offset == offset
+
+
+@pytest.mark.parametrize("numbers", [{"rounded": 1.0}, {"powers": 1.0}])
+@pytest.mark.parametrize("operation", [RMSNORM_FP8_FORWARD, RMSNORM_MXFP8_FORWARD])
+def test_bounds_of_what_is_quantized_are_those_of_the_numbers_of_the_call(
+    operation: Operation, numbers: dict[str, float]
+) -> None:
+    problem = problem_for(operation.name, "60x8:bf16")
+    plain = operation.make_inputs(problem, CPU)
+    if not hasattr(plain, *numbers):
+        pytest.skip("its scales are powers of two")
+    inputs = replace(plain, **numbers)
+    found, other = (
+        evaluate(library.OPERATIONS[operation.name], vars(given)) for given in (inputs, plain)
+    )
+    for one in (found, other):
+        one["rstd"] = one["rstd"].flatten()
+        del one["y"]
+    bounds = operation.bounds(problem, inputs)
+    assert compare_all(found, bounds).fault == ""
+    assert compare_all(other, bounds).fault != ""
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_repeats_and_digest_see_every_output(name: str) -> None:
     operation, problem = OPERATIONS[name], problem_for(name, "6x40:bf16+residual")

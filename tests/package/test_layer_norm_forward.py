@@ -71,6 +71,12 @@ def test_emitted_package_is_imported_and_its_results_are_the_backwards(
             torch.testing.assert_close(one.float(), other, rtol=2e-2, atol=2e-2)
         y, _, _ = package.layer_norm_forward(x, eps=1.0)
         torch.testing.assert_close(y, torch.nn.functional.layer_norm(x, (N,), eps=1.0))
+        third = [one.detach().half() for one in (weight, bias)]  # neither x's dtype nor fp32
+        for shared in (third, [third[0], bias], [None, third[1]]):
+            y, _, _ = package.layer_norm_forward(x, *shared)
+            wide_ones = [None if one is None else one.float() for one in shared]
+            exact = torch.nn.functional.layer_norm(x.float(), (N,), *wide_ones)
+            torch.testing.assert_close(y, exact.bfloat16())
         with pytest.raises(TypeError, match="must be of one dtype, got weight of"):
             package.layer_norm_forward(x, weight, bias.bfloat16())
     finally:

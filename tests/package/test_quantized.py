@@ -54,16 +54,19 @@ def test_emitted_package_is_imported_and_says_which_kernel(
         for of, format in FORMAT_OF.items():
             found = package.explain(4096, 128, "bf16", format=format)
             assert found["kernel"] == (kernel.file if of == name else None)
+            shifted = package.explain(4096, 128, "bf16", format=format, offset=True)
+            assert (shifted["kernel"] is None and "offset" in shifted["reason"]) or of != name
             assert of == name or found["reason"] == f"{name} has kernels of {name} alone"
         assert package.PROVENANCE["shapes"].keys() == {"4096x128:bf16"}
         x, weight = torch.randn(2, 5, 128, requires_grad=True), torch.rand(128, requires_grad=True)
-        given = {"format": FORMAT_OF[name], "keep_y": True}
+        given = {"format": FORMAT_OF[name], "keep_y": True, "weight_offset": 1.0}
         found = package.rms_norm_quantized(x, weight, 1e-6, **given)
         wanted = rms_norm_quantized(x, weight, 1e-6, **given)
         for one, other in zip(found, wanted, strict=True):
             assert torch.equal(one.detach().view(torch.uint8), other.detach().view(torch.uint8))
         gradients = torch.autograd.grad(found[3].square().sum(), (x, weight))
-        exact = torch.autograd.grad(rms_norm(x, weight, 1e-6).square().sum(), (x, weight))
+        plain = rms_norm(x, weight, 1e-6, weight_offset=1.0)
+        exact = torch.autograd.grad(plain.square().sum(), (x, weight))
         for one, other in zip(gradients, exact, strict=True):
             torch.testing.assert_close(one, other)
     finally:

@@ -133,6 +133,9 @@ def test_operators_pass_opcheck(package: LayerNormPackage) -> None:
     check(package.ops.layer_norm, (x, None, weight, bias, 1e-5))
     check(package.ops.layer_norm, (x, residual.bfloat16(), weight, None, 1e-5))
     check(package.ops.layer_norm, (x, None, None, bias, 1e-5))
+    turned = [one.detach().mT.contiguous().mT for one in (x, residual)]  # the sum lies as they do
+    check(package.ops.layer_norm, (turned[0], None, weight, bias, 1e-5))
+    check(package.ops.layer_norm, (*turned, weight, bias, 1e-5))
     dy, plain, rstd = randn(4, 6, 16, seed=3), x.detach(), torch.rand(4, 6, 1)
     backward = package.ops.layer_norm_backward
     scale = weight.detach()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -181,6 +182,46 @@ def test_transforms_and_second_derivatives_are_pytorchs(
         (first,) = torch.autograd.grad(loss(norm)(x), x, create_graph=True)
         twice += torch.autograd.grad(first.square().sum(), x)
     torch.testing.assert_close(*twice, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("scale", [None, FP32, BF16])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_mean_and_rstd_of_narrow_rows_are_not_rounded(
+    package: LayerNormPackage, dtype: torch.dtype, scale: torch.dtype | None
+) -> None:
+    """Whoever computes the norm: PyTorch's kernel rounds them on the CPU."""
+    x = (3 + torch.randn(7, N)).to(dtype)
+    shared = [] if scale is None else [torch.rand(N).to(scale) for _ in range(2)]
+    y, mean, rstd = package.layer_norm_forward(x, *shared, eps=EPS)
+    assert (y.dtype, mean.dtype, rstd.dtype) == (dtype, FP32, FP32)
+    rows = x.double()
+    torch.testing.assert_close(mean.double(), rows.mean(-1, True), rtol=1e-6, atol=0)
+    exact = (rows.var(-1, correction=0, keepdim=True) + EPS).rsqrt()
+    torch.testing.assert_close(rstd.double(), exact, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "count", "served"),
+    [
+        ("cuda", BF16, 2, True),
+        ("cuda", FP16, 2, True),
+        ("cuda", FP32, 2, True),
+        ("cuda", FP64, 2, False),
+        ("cuda", torch.float8_e4m3fn, 2, False),
+        ("cuda", BF16, 0, False),
+        ("cpu", BF16, 2, False),
+    ],
+)
+def test_kernels_are_for_rows_of_three_dtypes_on_a_gpu(
+    package: LayerNormPackage, device: str, dtype: torch.dtype, count: int, served: bool
+) -> None:
+    x: Any = SimpleNamespace(is_cuda=device == "cuda", dtype=dtype, numel=lambda: count * N)
+    assert not package._kernels.may_serve(x)  # it has no kernels
+    package._kernels.by(lambda: cast(Any, lambda index: None))
+    assert package._kernels.may_serve(x) is served
+    package._kernels.by(lambda: "they are gone")
+    assert not package._kernels.may_serve(x)
+    assert package._kernels.server.missing == "they are gone"
 
 
 def test_a_graph_of_a_package_that_is_not_here_is_pytorchs(package: LayerNormPackage) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
+from normforge.frontends import layer_norm_main_grad as module
 from normforge.frontends.layer_norm import LayerNormPackage
 from tests.support.entry_points import randn, write_layer_norm_package
 
@@ -113,6 +114,102 @@ def test_what_is_not_wanted_touches_nothing(package: LayerNormPackage, frozen: s
     with torch.no_grad():
         x = randn(2, 16, dtype=BF16)
         assert torch.equal(ours(x), plain(x))
+
+
+@pytest.mark.parametrize("rows", [torch.float32, torch.float64])
+@pytest.mark.parametrize("narrow", [NAMES, NAMES[:1], NAMES[1:]])
+def test_parameters_may_be_narrower_than_the_rows(
+    package: LayerNormPackage, rows: torch.dtype, narrow: tuple[str, ...]
+) -> None:
+    ours, plain = pair(package, 16)
+    for name in {*NAMES} - {*narrow}:
+        for norm in (ours, plain):
+            setattr(norm, name, torch.nn.Parameter(getattr(norm, name).detach().float()))
+        getattr(ours, name).main_grad = torch.full((16,), 3.0)
+    ours_x, x = (randn(6, 16, dtype=rows).requires_grad_() for _ in range(2))
+    y = ours(ours_x)
+    y.sin().sum().backward()
+    assert torch.equal(y, plain(x)) and y.dtype == rows
+    plain.float()  # dw and db before their rounding
+    plain(x).sin().sum().backward()
+    torch.testing.assert_close(ours_x.grad, x.grad)
+    for name in NAMES:
+        wanted = 3 + getattr(plain, name).grad
+        torch.testing.assert_close(getattr(ours, name).main_grad, wanted)
+
+
+@pytest.mark.parametrize("wants", ["x", "residual", "both", "neither"])
+@pytest.mark.parametrize("used", ["y", "stream", "both"])
+def test_each_gets_the_gradient_of_what_is_used(
+    package: LayerNormPackage, wants: str, used: str
+) -> None:
+    ours, plain = pair(package, 16)
+    found: list[list[Any]] = []
+    for norm in (ours, plain):
+        for one in norm.parameters():
+            one.grad_added_to_main_grad = False
+        given = [randn(6, 16, dtype=BF16, seed=seed) for seed in (1, 2)]
+        for one, name in zip(given, ("x", "residual"), strict=True):
+            one.requires_grad_(wants in (name, "both"))
+        y, stream = norm(*given)
+        found.append([y.requires_grad, stream.requires_grad])
+        loss = (y.sin().sum() if used != "stream" else 0) + (
+            stream.cos().sum() if used != "y" else 0
+        )
+        if loss.requires_grad:
+            loss.backward()
+        found[-1] += [one.grad for one in given]
+    for one, other in zip(*found, strict=True):
+        assert one == other if one is None or isinstance(one, bool) else torch.equal(one, other)
+    for one in ours.parameters():
+        assert one.grad_added_to_main_grad is (used != "stream")
+        assert torch.equal(one.main_grad, torch.full((16,), 3.0)) is (used == "stream")
+        assert (one.grad is None) is (used == "stream")
+
+
+class Late(torch.Tensor):
+    """A gradient that another library has not finished."""
+
+
+@pytest.mark.parametrize("late", ["none", "dy", "dstream"])
+def test_a_gradient_of_another_kind_goes_to_the_operator(
+    package: LayerNormPackage, late: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, _ = pair(package, 16)
+    went: list[str] = []
+    for way, where, name in (("run", package, "_run"), ("operator", package.ops, "backward")):
+        real = getattr(where, name)
+        spy = lambda *given, way=way, real=real: (went.append(way), real(*given))[1]  # noqa: E731
+        monkeypatch.setattr(where, name, spy)
+    x, residual = (randn(6, 16, dtype=BF16, seed=seed).requires_grad_() for seed in (1, 2))
+    given = {"dy": randn(6, 16, dtype=BF16, seed=3), "dstream": randn(6, 16, dtype=BF16, seed=4)}
+    incoming = [one.as_subclass(Late) if name == late else one for name, one in given.items()]
+    torch.autograd.backward(ours(x, residual), incoming)
+    assert went[0] == ("run" if late == "none" else "operator")
+
+
+def test_rows_that_were_made_in_inference_mode(package: LayerNormPackage) -> None:
+    ours, plain = pair(package, 16)
+    plain.float()
+    with torch.inference_mode():
+        given = [randn(6, 16, dtype=BF16, seed=seed) for seed in (1, 2)]
+    usual = [one.clone() for one in given]
+    for count in (1, 2):
+        for norm, rows in ((ours, given), (plain, usual)):
+            y = norm(*rows[:count])
+            (y if count == 1 else y[0] + y[1]).sin().sum().backward()
+    for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.main_grad, 3 + other.grad)
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_no_dtensor(package: LayerNormPackage, place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, _ = pair(package, 16)
+    x, residual = (randn(6, 16, dtype=BF16, seed=seed) for seed in (1, 2))
+    sharded = (x, residual, ours.weight, ours.bias)[place]
+    monkeypatch.setattr(module, "is_dtensor", lambda one: one is sharded)
+    with pytest.raises(TypeError, match=r"LayerNorm\(main_grad=True\) takes no DTensor"):
+        ours(x, residual)
 
 
 @pytest.mark.parametrize("name", NAMES)

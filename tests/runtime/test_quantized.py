@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import normforge
 from normforge import rms_norm, rms_norm_quantized
+from normforge.frontends.quantized import QuantizedFunctions
 from normforge.frontends.quantized_node import (
     SERVED,
     rms_norm_quantized_backward,
@@ -170,6 +171,11 @@ def test_options_of_a_norm(format: str) -> None:
     same(turned[:2], (deepseek if format == "fp8_1x128" else microscaling)(turned[3]))
     torch.testing.assert_close(turned[3], flat[3])
     assert all(one.is_contiguous() for one in turned)
+    narrow = x.bfloat16() * 1e-4  # beside which an eps counts
+    same(
+        rms_norm_quantized(narrow, format=format),
+        rms_norm_quantized(narrow, None, torch.finfo(torch.float32).eps, format=format),
+    )
     nothing = rms_norm_quantized(x[:0], weight, format=format)
     assert [one.shape for one in nothing] == [(0, N), (0, N // BLOCK[format]), (0, 1)]
     meta = rms_norm_quantized(x.to("meta"), weight.to("meta"), format=format, keep_y=True)
@@ -257,6 +263,31 @@ def test_second_derivatives_and_transforms_are_pytorchs(format: str) -> None:
     assert tangents.shape == y.shape and tangents.any()
 
 
+@each_format
+@pytest.mark.parametrize("options", [{}, {"weight_offset": 1.0}])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_transform_sees_what_a_plain_call_gives(
+    dtype: torch.dtype, options: dict[str, float], format: str
+) -> None:
+    x, weight = (one.detach() for one in drawn(dtype))
+
+    def run(*given: torch.Tensor) -> Results:
+        return rms_norm_quantized(*given, EPS, format=format, keep_y=True, **options)
+
+    wanted = run(x, weight)
+    same(torch.func.vmap(run, (0, None))(x, weight), wanted)
+    same(torch.func.functionalize(run)(x, weight), wanted)
+    same(torch.func.vjp(run, x, weight)[0], wanted)
+
+
+@pytest.mark.parametrize("keep_y", [False, True])
+def test_rows_of_a_jagged_tensor_are_pytorchs(keep_y: bool) -> None:
+    x, weight = (one.detach() for one in drawn())
+    jagged = torch.nested.nested_tensor([x[:5], x[5:]], layout=torch.jagged)
+    found = rms_norm_quantized(jagged, weight, EPS, keep_y=keep_y)
+    same([one.values() for one in found], rms_norm_quantized(x, weight, EPS, keep_y=keep_y))
+
+
 # ---- Compilers and modes -------------------------------------------------------------------------
 
 
@@ -307,6 +338,12 @@ def test_the_operators_are_what_pytorch_asks_of_one(format: str) -> None:
         rstd = rms_norm_quantized(x, weight, EPS)[2]
         given = (torch.randn_like(x), x, weight, rstd, EPS, 0.0, "*/quantized")
         torch.library.opcheck(rms_norm_quantized_backward, given)
+        # PyTorch's operators give dx in the layout of x, and a wide weight has a wide gradient.
+        alone = QuantizedFunctions(lambda name: "there are no kernels", f"alone {format} {dtype}")
+        turned = [one.t().contiguous().t() for one in given[:2]]
+        for weight in (given[2].float(), None):
+            given = (*turned, weight, rstd, EPS, 0.5, alone.name)
+            torch.library.opcheck(rms_norm_quantized_backward, given)
     assert normforge.quantized.operators.rms_norm_quantized.v1 is rms_norm_quantized_forward
 
 
@@ -356,6 +393,12 @@ REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]]
     "integers": ((X.int(),), {}, ValueError, "got torch.int32"),
     "no tensor": ((3.0,), {}, TypeError, "x must be a torch.Tensor, got float"),
     "a weight that is none": ((X, 1.0), {}, TypeError, "weight must be a torch.Tensor, got float"),
+    "a weight on another device": (
+        (X, torch.ones(N, device="meta")),
+        {},
+        ValueError,
+        "weight is on meta and x on cpu",
+    ),
     "a weight of another shape": ((X, X), {}, ValueError, "weight must have shape (256,), got (2,"),
     "another format": (
         (X,),
@@ -378,11 +421,17 @@ REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]]
 }
 
 
+@pytest.mark.parametrize("transformed", [False, True])
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_fit_is_one_sentence(name: str) -> None:
+def test_what_does_not_fit_is_one_sentence(name: str, transformed: bool) -> None:
     given, options, error, said = REFUSED[name]
-    with pytest.raises(error, match=re.escape(said)) as caught:
+
+    def call(one: torch.Tensor) -> torch.Tensor:
         rms_norm_quantized(*given, **options)
+        return one
+
+    with pytest.raises(error, match=re.escape(said)) as caught:
+        torch.func.vjp(call, X) if transformed else call(X)
     assert "\n" not in str(caught.value)
 
 
