@@ -90,14 +90,14 @@ def draw_case(index: int, seed: int, target: Target, operation: str = RMSNORM_BA
 def draw_fallback(problem: Problem, target: Target, rng: random.Random) -> Variant | None:
     """Draw one of the kernels that packages have for any N up to their own; None where none serves
     the problem."""
-    fallbacks = fallbacks_of(problem.dtype, problem.weight_dtype, target)
+    fallbacks = fallbacks_of(problem.dtype, problem.weight_dtype, target, problem.operation)
     kernels = [variant for variant in fallbacks if serves(variant, problem)]
     return rng.choice(kernels) if kernels else None
 
 
 @cache
-def fallbacks_of(dtype: str, weight_dtype: str, target: Target) -> list[Variant]:
-    return first_choices(fallback_variants(target, [(dtype, weight_dtype)]))
+def fallbacks_of(dtype: str, weight_dtype: str, target: Target, operation: str) -> list[Variant]:
+    return first_choices(fallback_variants(target, [(dtype, weight_dtype)], operation))
 
 
 def draw_variant(

@@ -11,6 +11,7 @@ from benchmarks.pages.accuracy import ACCURACY_BLOCKS
 from benchmarks.pages.comparison import COMPARISON_BLOCKS
 from benchmarks.pages.families import FAMILY_BLOCKS
 from benchmarks.pages.functions import FUNCTION, described
+from benchmarks.pages.invariance import INVARIANCE_BLOCKS
 from benchmarks.pages.method import METHOD_BLOCKS
 from benchmarks.pages.notes import NOTE_BLOCKS
 from benchmarks.pages.performance import PERFORMANCE_BLOCKS
@@ -26,6 +27,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     **COMPARISON_BLOCKS,
     **TRAINING_BLOCKS,
     **FAMILY_BLOCKS,
+    **INVARIANCE_BLOCKS,
     **METHOD_BLOCKS,
     **NOTE_BLOCKS,
     **PERFORMANCE_BLOCKS,

@@ -177,42 +177,6 @@ def tuned_ratios(operation: str, gpu: str) -> Shapes:
     }
 
 
-def ratios_of_invariance(gpu: str) -> tuple[Shapes, Shapes]:
-    """Return the times of batch-invariant winners over those of the winners without that promise,
-    and over the floor."""
-    free, ours = (
-        tuned_ratios(operation, gpu)
-        for operation in ("rmsnorm_backward", "rmsnorm_invariant_backward")
-    )
-    return {shape: ours[shape] / free[shape] for shape in ours if shape in free}, ours
-
-
-def overhead_of_invariance() -> str:
-    """Tabulate the overhead of batch invariance at each shape on the H200."""
-    overhead, ours = ratios_of_invariance("h200")
-    batches = sorted({M for M, _, _ in overhead})
-    widths = sorted({(dtype, N) for _, N, dtype in overhead})
-
-    def cell(M: int, N: int, dtype: str) -> str:
-        shape = (M, N, dtype)
-        return f"{overhead[shape]:.2f} ({ours[shape]:.2f})" if shape in overhead else ""
-
-    rows = [(f"{N}, {dtype}", *(cell(M, N, dtype) for M in batches)) for dtype, N in widths]
-    return table(("N, dtype", *(f"M = {M}" for M in batches)), rows)
-
-
-def overhead_of_invariance_in_short() -> str:
-    """Tabulate the overhead of batch invariance on each GPU."""
-    rows = []
-    for gpu in ("h200", "h100"):
-        overhead, ours = ratios_of_invariance(gpu)
-        means = (geometric_mean([each[s] for s in overhead]) for each in (overhead, ours))
-        mean, floor = (f"{found:.2f}" for found in means)
-        rows.append((gpu.upper(), str(len(overhead)), mean, f"{max(overhead.values()):.2f}", floor))
-    header = ("GPU", "shapes", "time / usual winner's (geometric mean)", "largest", "time / floor")
-    return table(header, rows)
-
-
 def invariance_cases() -> str:
     """Random batches whose bits were compared, by package and GPU."""
     rows = []
@@ -267,7 +231,5 @@ METHOD_BLOCKS: dict[str, Callable[[], str]] = {
     "bit_exact": bit_exact,
     "bit_exact_layernorm": partial(bit_exact, "bit_exact_layernorm_h200"),
     "noisy_trials": noisy_trials,
-    "overhead_of_invariance": overhead_of_invariance,
-    "overhead_of_invariance_in_short": overhead_of_invariance_in_short,
     "invariance_cases": invariance_cases,
 }

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.pages import comparison, method, performance, training
+from benchmarks.pages import comparison, invariance, performance, training
 from benchmarks.training.summary import Gain
 from tests.support.hand_made import compared, comparison_of, tuned, use, write
 
@@ -299,13 +299,25 @@ def test_forwards_are_over_the_copy_of_their_round(folder: Path) -> None:
 
 def test_invariance_is_compared_with_the_winner_of_the_same_shape(folder: Path) -> None:
     free = [tuned(A, 1.0), tuned(C, 2.0), tuned(C, 9.0, residual="bf16")]
-    for gpu in ("h200", "h100"):
-        write(folder, f"{gpu}/rmsnorm_backward/table", {"tuned": free})
-        ours = [tuned(A, 1.21), tuned(C, 2.0), tuned(B, 7.0)]
-        write(folder, f"{gpu}/rmsnorm_invariant_backward/table", {"tuned": ours})
-    page = method.overhead_of_invariance_in_short()
-    # 1.21 and 1, so 1.1 in the mean; over the floor 1.21 and 2: the root of 2.42.
-    assert cells(page, "H200") == ["2", "1.10", "1.21", "1.56"]
+    write(folder, "h100/rmsnorm_backward/table", {"tuned": free})
+    ours = [tuned(A, 1.21), tuned(C, 2.0), tuned(B, 7.0)]
+    write(folder, "h100/rmsnorm_invariant_backward/table", {"tuned": ours})
+
+    def times(after: float, ratio: float) -> dict[str, float]:
+        return {"before": 3.0, "after": after, "after_over_before": ratio}
+
+    rows = [
+        {"shape": A, "rotation": times(1.0, 1.44), "flush": times(4.0, 1.0)},
+        {"shape": C, "rotation": times(1.21, 1.0), "flush": times(1.0, 1.21)},
+    ]
+    write(folder, "invariance_price_h200", {"rows": rows})
+    page = invariance.overhead_of_invariance_in_short()
+    # The roots of 1.44 and 1.21 in the mean; over the floor those of 1.21 and of 4.
+    assert cells(page, "H200, rotation") == ["2", "1.200", "1.440", "1.100"]
+    assert cells(page, "H200, flush") == ["2", "1.100", "1.210", "2.000"]
+    # 1.21 and 1, so 1.1 in the mean; over the floor 1.21, 2 and 7: the third root of 16.94.
+    assert cells(page, "H100") == ["2", "1.100", "1.210", "2.568"]
+    assert "1.44 (1.00)" in invariance.overhead_of_invariance()
 
 
 def test_goals_for_other_flushes(folder: Path) -> None:

@@ -47,8 +47,8 @@ def test_every_committed_package_is_tested() -> None:
     names = ["/".join(package.parts[-2:]) for package in PACKAGES]
     norms = ("rmsnorm_backward", "rmsnorm_invariant_backward")
     other = [f"{gpu}/{norm}" for gpu in ("gb200", "h100") for norm in norms]
-    more = ("layernorm_backward", "rmsnorm_add_forward")
-    more += ("rmsnorm_rope_backward", "rmsnorm_rope_forward")
+    more = ("layernorm_backward", "layernorm_forward", "rmsnorm_add_forward")
+    more += ("rmsnorm_mxfp8_forward", "rmsnorm_rope_backward", "rmsnorm_rope_forward")
     assert names == [*other, *(f"h200/{norm}" for norm in sorted((*more, *norms)))]
 
 
