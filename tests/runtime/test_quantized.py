@@ -49,7 +49,7 @@ BLOCK = {"fp8_1x128": 128, "mxfp8_1x32": 32}
 each_format = pytest.mark.parametrize("format", FORMATS)
 Results = tuple[torch.Tensor, ...]
 VIEWS_IN_BATCHES = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
-"""Whether vmap views bits as another dtype, as MX does; PyTorch 2.9 refuses."""
+"""True where vmap views bits as another dtype, as MX does; PyTorch 2.9 refuses."""
 
 
 def drawn(dtype: torch.dtype = torch.float32, M: int = M) -> list[torch.Tensor]:
