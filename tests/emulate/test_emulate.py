@@ -283,7 +283,7 @@ def test_the_samples_cover_the_space() -> None:
     variants = [sampled(index)[1] for index in range(38)]
     assert {v["strategy"] for v in variants} == {v["strategy"] for v in REDUCTION.values()}
     assert {v.dtype for v in variants} == {"bf16", "fp16", "fp32"}
-    assert {v["pipeline"] for v in variants} == {"bulk", "direct", "async"}
+    assert {v["pipeline"] for v in variants} == {"bulk", "direct", "async", "producer"}
     assert {v["reload"] for v in variants} == {"none", "smem"}
     assert len({v["cluster"] for v in variants}) > 2
     assert any(v.weight_dtype != v.dtype for v in variants)
