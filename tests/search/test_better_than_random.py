@@ -16,8 +16,8 @@ from tests.support.synthetic import LEGAL
 
 @pytest.mark.slow
 def test_it_finds_better_than_random_search(tmp_path: Path) -> None:
-    """Most seeds do; with two of these six, it looks at one strategy too long. A drawn config may not
-    win, either, if it is not deterministic."""
+    """Most seeds do; with two of these six, it looks at one strategy too long. A drawn config may
+    not win, either, if it is not deterministic."""
     gains = []
     for seed in range(6):
         found = search(open_storage(tmp_path / f"{seed}"), trials=120, seed=seed)
