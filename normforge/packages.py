@@ -11,7 +11,7 @@ import json
 import os
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from re import IGNORECASE, escape, search
@@ -272,9 +272,12 @@ def open_package(file: str, module: str, operation: str) -> Any:
 # ---- Packages that a graph asks for --------------------------------------------------------------
 
 
-def open_named(name: str) -> Any:
-    """The functions of a package here, by its name `<gpu>/<operation>`. Raises LookupError."""
+def open_named(name: str, known: Collection[str]) -> Any:
+    """The functions of a package here, by its name `<gpu>/<operation>`. known: the operations that
+    it may be of. Raises LookupError."""
     gpu, _, operation = name.rpartition("/")
+    if operation not in known:
+        raise LookupError(name)
     here = tuned_packages(operation).values()
     folder = {tuned.folder.parent.name: tuned.folder for tuned in here}[gpu]
     return open_package(str(folder / "__init__.py"), name, operation)
@@ -288,7 +291,7 @@ def _operators_of(name: str) -> Any:
         raise LookupError(name)
     if gpu == "*":
         return chosen(operation).ops
-    return open_named(name).ops
+    return open_named(name, _LIBRARY).ops
 
 
 Operators.served.find = _operators_of

@@ -3,6 +3,7 @@ functions for all GPUs and formats."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from .frontends.quantized import QuantizedFunctions
@@ -23,13 +24,4 @@ def _norm() -> Any:
 
 
 functions = QuantizedFunctions(source_by_gpu, _NAME, _norm)
-
-
-def _find(name: str) -> Any:
-    """The functions by the name that their operator was called with. Raises LookupError."""
-    if name.rpartition("/")[2] not in QUANTIZED:
-        raise LookupError(name)
-    return open_named(name)
-
-
-SERVED.find = _find
+SERVED.find = partial(open_named, known=QUANTIZED)

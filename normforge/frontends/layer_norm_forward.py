@@ -12,12 +12,10 @@ from ..operations import LAYERNORM_FORWARD
 from ..serve.checks import check_forward
 from ..serve.collect import collecting
 from ..serve.kernels import Source, source_of
-from ..serve.options import DTYPES
 from ..serve.reference import wide_dtype
-from ..serve.rows import RowServer
 from ..table import TABLE
 from ..torch_internals import float_of, served_dtype
-from .row_functions import provenance_of
+from .row_functions import ForwardKernels, ForwardPackage
 
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """y, and mean and rstd of every row."""
@@ -25,28 +23,12 @@ ByKernel = Callable[..., "Results | None"]
 """Computes the results of (rows, weight, bias, eps), or returns None where no kernel does."""
 
 
-class LayerNormKernels:
-    """The forward by the kernels of this operation. Safe to use from several threads."""
+class LayerNormKernels(ForwardKernels):
+    """The forward by the kernels of this operation."""
 
     def __init__(self, package: Path | None) -> None:
         """package: of the backward, beside which that of the forward is."""
-        self.by(lambda: _beside(package))
-
-    def by(self, source: Callable[[], Source | str]) -> None:
-        """Let other kernels serve. source: finds them, or says why there are none; asked at the
-        first call on a GPU."""
-        self._source = source
-        self._server: RowServer | None = None
-
-    @property
-    def server(self) -> RowServer:
-        if self._server is None:
-            self._server = RowServer(LAYERNORM_FORWARD, self._source())
-        return self._server
-
-    def may_serve(self, x: torch.Tensor) -> bool:
-        """Return False if there are no kernels for rows like x."""
-        return x.is_cuda and x.dtype in DTYPES and x.numel() > 0 and not self.server.missing
+        super().__init__(LAYERNORM_FORWARD, lambda: _beside(package))
 
     def __call__(
         self,
@@ -109,23 +91,10 @@ def layer_norm_forward(
     return y.to(x.dtype), mean, rstd, stream
 
 
-class LayerNormForwardPackage:
-    """The functions of a package of this forward. Making one compiles nothing and does not touch
-    CUDA."""
+class LayerNormForwardPackage(ForwardPackage):
+    """The functions of a package of this forward."""
 
     operation = LAYERNORM_FORWARD.name
-
-    def __init__(self, of: Path, name: str = "") -> None:
-        """Raises ValueError for a damaged package and one of another operation, OSError for
-        none."""
-        self.folder, self.name = of, name or str(of)
-        self._source = source_of(of, self.operation)
-        self._server = RowServer(LAYERNORM_FORWARD, self._source)
-
-    @property
-    def provenance(self) -> dict[str, Any]:
-        """The target, and how the kernel of every tuned shape was found and checked."""
-        return provenance_of(self._source)
 
     def explain(self, M: int, N: int, dtype: str, weight_dtype: str = "") -> dict[str, Any]:
         """Say which kernel serves M aligned rows of N columns ("bf16", "fp16" or "fp32"), and

@@ -11,7 +11,7 @@ import torch
 
 from ..serve.options import DTYPES
 from . import rewritten
-from .patch import ORIGINAL, REMADE, ModuleForward, replace_forwards
+from .patch import REMADE, ModuleForward, original_class, replace_forwards
 from .rms_norm import Norm
 from .tried import (
     UNTRIED,
@@ -41,13 +41,9 @@ def fuse_sums(norm: Norm, model: torch.nn.Module) -> list[str]:
     return replace_forwards(model, LAYER, partial(_forward_for, norm), has_sums, quiet=True)
 
 
-def _plain(kind: type) -> Any:
-    return getattr(kind, ORIGINAL, kind)
-
-
 def _norms_of(module: Any) -> tuple[str, ...]:
     """Return the names of a module's norms whose results are added at once."""
-    names = _sums_of(_plain(type(module)))
+    names = _sums_of(original_class(type(module)))
     return tuple(n for n in names if is_called_so("RMSNorm", getattr(module, n, None)))
 
 
@@ -76,7 +72,7 @@ def _forward_for(norm: Norm, module: Any) -> ModuleForward | str:
     if _is_without_kernels(norm, weight, offset):
         return f"no kernel of rms_norm with add serves rows of {len(weight)} columns here"
     narrow = all(with_its_dtype(one, formula) == formula for one in norms)
-    found = _forward_of(norm, _plain(type(module)), names, offset, narrow)
+    found = _forward_of(norm, original_class(type(module)), names, offset, narrow)
     try:
         same = _computes_the_same(module, names, found)
     except Exception:  # another kind of layer
@@ -133,7 +129,7 @@ class _StandIn(torch.nn.Module):
 
 def _computes_the_same(module: Any, names: tuple[str, ...], fused: Any) -> bool:
     """Return True if a forward has the results and gradients of that of a layer."""
-    original = rewritten.plain_forward(_plain(type(module)))
+    original = rewritten.plain_forward(original_class(type(module)))
     width = len(getattr(module, names[0]).weight)
     weights = [evenly(-1 + i, 2 - i, width) for i, _ in enumerate(names)]
 

@@ -8,7 +8,6 @@ whatever serves it, and PyTorch adds. The backward is that of the norm; dr is dy
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +16,8 @@ from torch.compiler import is_dynamo_compiling
 
 from ..operations import RMSNORM_ADD_FORWARD
 from ..serve.checks import check_forward
-from ..serve.kernels import Source, source_of
+from ..serve.kernels import Source
 from ..serve.options import DTYPES
-from ..serve.rows import RowServer
 from ..torch_internals import (
     float_of,
     is_plain,
@@ -30,7 +28,7 @@ from ..torch_internals import (
 )
 from .dtensor import is_dtensor
 from .nodes import EagerNormAndAdd
-from .row_functions import provenance_of
+from .row_functions import ForwardKernels, ForwardPackage
 from .row_nodes import applied
 from .unfused import norm_then_add
 
@@ -39,32 +37,16 @@ _MANY = 4096
 """Rows for which a kernel is asked where their number is not known."""
 
 
-class NormAndAdd:
+class NormAndAdd(ForwardKernels):
     """The forward by the kernels of this operation, and by the norm's and an addition where those
-    serve no call. Safe to use from several threads.
+    serve no call.
 
-    source: finds the kernels, or says why there are none; asked at the first call. forward: of the
-    norm.
+    source: as of ForwardKernels. forward: of the norm.
     """
 
     def __init__(self, source: Callable[[], Source | str], forward: Callable[..., Any]) -> None:
-        self._source, self._forward = source, forward
-        self._server: RowServer | None = None
-
-    @property
-    def server(self) -> RowServer:
-        if self._server is None:
-            self._server = RowServer(RMSNORM_ADD_FORWARD, self._source())
-        return self._server
-
-    @property
-    def missing(self) -> str:
-        """The reason why there are no kernels at all, "" where there are."""
-        return self.server.missing
-
-    def may_serve(self, x: torch.Tensor) -> bool:
-        """Return False if there are no kernels for rows like x."""
-        return x.is_cuda and x.dtype in DTYPES and x.numel() > 0 and not self.missing
+        super().__init__(RMSNORM_ADD_FORWARD, source)
+        self._forward = forward
 
     def serves(self, x: torch.Tensor, weight: torch.Tensor | None, offset: bool) -> bool:
         """Return True if there is a kernel for rows like x, which may be a fake of sizes that
@@ -186,23 +168,10 @@ def forward_and_add(
     return results
 
 
-class NormAddPackage:
-    """The functions of a package of this forward. Making one compiles nothing and does not touch
-    CUDA."""
+class NormAddPackage(ForwardPackage):
+    """The functions of a package of this forward."""
 
     operation = RMSNORM_ADD_FORWARD.name
-
-    def __init__(self, of: Path, name: str = "") -> None:
-        """Raises ValueError for a damaged package and one of another operation, OSError for
-        none."""
-        self.folder, self.name = of, name or str(of)
-        self._source = source_of(of, self.operation)
-        self._server = RowServer(RMSNORM_ADD_FORWARD, self._source)
-
-    @property
-    def provenance(self) -> dict[str, Any]:
-        """The target, and how the kernel of every tuned shape was found and checked."""
-        return provenance_of(self._source)
 
     def explain(
         self, M: int, N: int, dtype: str, weight_dtype: str = "", *, offset: bool = False

@@ -172,6 +172,11 @@ def original_forward(module: torch.nn.Module, *given: Any) -> Any:
     return getattr(type(module), ORIGINAL).forward(module, *given)
 
 
+def original_class(kind: Any) -> Any:
+    """Return the class that a patched one was made of, and another one itself."""
+    return getattr(kind, ORIGINAL, kind)
+
+
 def _check_module(model: object) -> None:
     if not isinstance(model, torch.nn.Module):
         got = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
@@ -236,7 +241,7 @@ def _forward_of(norm: Norm, casting: str) -> ModuleForward:
 def _patched(kind: Any, norm: str, forward: ModuleForward) -> type:
     """A subclass of a class of norms, with another forward, whose arguments have the same names and
     defaults."""
-    original: Any = getattr(kind, ORIGINAL, kind)
+    original = original_class(kind)
     _, *given = inspect.signature(original.forward).parameters.values()
     kinds = inspect.Parameter
     stars: dict[Any, str] = {kinds.VAR_POSITIONAL: "*", kinds.VAR_KEYWORD: "**"}

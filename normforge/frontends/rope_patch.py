@@ -13,7 +13,7 @@ import torch
 from ..operations import RMSNORM_ROPE_BACKWARD, RMSNORM_ROPE_FORWARD
 from ..serve.options import DTYPES
 from . import rewritten
-from .patch import ORIGINAL, REMADE, ModuleForward, replace_forwards
+from .patch import REMADE, ModuleForward, original_class, replace_forwards
 from .rope import RotatedFunctions
 from .tried import UNTRIED, alike, are_close, eps_of, evenly, formula_of, results_of, with_its_dtype
 
@@ -87,7 +87,7 @@ def _forward_of(
     """Return the forward of a class whose queries and keys `rms_norm_rope` serves; None for another
     text. offset: 1 is added to weights; narrow: the norms' results are in x's dtype, whatever that
     of the weight."""
-    kind = getattr(kind, ORIGINAL, kind)
+    kind = original_class(kind)
     tree = rewritten.of_class(kind)
     turn = rewritten.global_of(kind)
     if tree is None or turn is None or not rewritten.heads_rotated(tree):
@@ -126,7 +126,7 @@ def _fits(norm: Any, x: Any, cos: Any, narrow: bool) -> bool:
 def _computes_the_same(module: Any, fused: Any) -> bool:
     """Return True if a forward has the results and gradients of that of a module, with small
     projections and attention that only adds heads up."""
-    kind, width = getattr(type(module), ORIGINAL, type(module)), module.head_dim
+    kind, width = original_class(type(module)), module.head_dim
     original = rewritten.plain_forward(kind)
     scope = {**original.__globals__, _EAGER: _added_up}
     theirs, ours = (rewritten.among(one, scope, original) for one in (original, fused))

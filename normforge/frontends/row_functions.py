@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..operations import RowOperation
+from ..operations import OPERATIONS, RowOperation
 from ..serve.kernels import Source, source_of
+from ..serve.options import DTYPES
 from ..serve.rows import RowServer
 from ..table import Table
 from .library import Served, namespace
@@ -107,3 +108,54 @@ class OneOperation:
     def provenance(self) -> dict[str, Any]:
         """The target, and how the kernel of every tuned shape was found and checked."""
         return provenance_of(self.source)
+
+
+class ForwardKernels:
+    """The kernels of one forward, which are looked for at the first call on a GPU. Safe to use from
+    several threads.
+
+    source: finds them, or says why there are none.
+    """
+
+    def __init__(self, operation: RowOperation, source: Callable[[], Source | str]) -> None:
+        self._operation = operation
+        self.by(source)
+
+    def by(self, source: Callable[[], Source | str]) -> None:
+        """Let other kernels serve."""
+        self._source = source
+        self._server: RowServer | None = None
+
+    @property
+    def server(self) -> RowServer:
+        if self._server is None:
+            self._server = RowServer(self._operation, self._source())
+        return self._server
+
+    @property
+    def missing(self) -> str:
+        """The reason why there are no kernels at all, "" where there are."""
+        return self.server.missing
+
+    def may_serve(self, x: torch.Tensor) -> bool:
+        """Return False if there are no kernels for rows like x."""
+        return x.is_cuda and x.dtype in DTYPES and x.numel() > 0 and not self.missing
+
+
+class ForwardPackage:
+    """The functions of a package of one forward. Making one compiles nothing and does not touch
+    CUDA."""
+
+    operation: ClassVar[str]
+
+    def __init__(self, of: Path, name: str = "") -> None:
+        """Raises ValueError for a damaged package and one of another operation, OSError for
+        none."""
+        self.folder, self.name = of, name or str(of)
+        self._source = source_of(of, self.operation)
+        self._server = RowServer(OPERATIONS[self.operation], self._source)
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """The target, and how the kernel of every tuned shape was found and checked."""
+        return provenance_of(self._source)
