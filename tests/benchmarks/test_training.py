@@ -52,6 +52,22 @@ def test_gradients_of_all_ways_agree(case: str) -> None:
             assert distance < 0.02 * reference.float().norm()
 
 
+@pytest.mark.parametrize("mode", ways.MODES)
+def test_what_is_timed_as_compiled_is_one_graph(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    """Otherwise what cannot be compiled would be timed as if it were."""
+    seen: list[tuple[object, bool]] = []
+
+    def compiled(function: Any, *, backend: object, fullgraph: bool = False) -> Any:
+        seen.append((backend, fullgraph))
+        return function
+
+    some = {BASELINE: Named("", Way), "own": Named("", lambda: Way(backend=compiled))}
+    monkeypatch.setattr("benchmarks.training.steps.WAYS", some)
+    monkeypatch.setattr(torch, "compile", compiled)
+    assert steps(f"small,32,{mode}").calls.keys() == some.keys()
+    assert seen == ([("inductor", True), (compiled, True)] if mode != "eager" else [])
+
+
 def test_a_block_normalises_queries_and_keys_only_where_the_model_does() -> None:
     asked: list[int] = []
 

@@ -23,6 +23,7 @@ from tests.support.fake_supervisor import FakeSupervisor
 
 COMMITTED = GENERATED / "h200" / "rmsnorm_backward"
 TARGET = find_target("h200")
+DTYPES = ("bf16", "fp16", "fp32")
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +47,21 @@ def test_drawn_shapes_are_new_and_the_same_for_the_same_seed(package: Package) -
         dtypes = {problem.dtype for found, problem in cases if found == kind}
         assert dtypes == {"bf16", "fp16", "fp32"}
     assert min(problem.M for _, problem in cases) < 64 < 10_000 < max(p.M for _, p in cases)
+
+
+def test_no_drawn_shape_is_tuned_where_most_are() -> None:
+    """Every other one would be, if nobody looked: of all dtypes the lengths that are multiples of
+    64, and up to 4096 rows of the shortest, are tuned."""
+    entries = [
+        SimpleNamespace(M=1, N=N, dtype=dtype) for N in range(128, 16385, 64) for dtype in DTYPES
+    ]
+    few = [SimpleNamespace(M=M, N=256, dtype=dtype) for M in range(1, 4097) for dtype in DTYPES]
+    some: Any = SimpleNamespace(table=SimpleNamespace(tuned=entries))
+    drawn = draw(some, 0, 30, seed=0)
+    assert [problem for _, problem in drawn if problem.N % 64 == 0] == []
+    some.table.tuned = few
+    drawn = draw(some, 30, 0, seed=0)
+    assert all(problem.N == 256 and problem.M > 4096 for _, problem in drawn)
 
 
 def test_given_shapes_say_what_of_them_is_unknown(package: Package) -> None:
