@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks import untuned
+from benchmarks.gpu import BLOCKS
 from benchmarks.untuned import draw, kernels, named
 from generator.errors import ProblemError
 from generator.paths import GENERATED
@@ -20,6 +21,7 @@ from generator.target import find_target
 from normforge.api import Package
 from normforge.table import Table
 from tests.support.fake_supervisor import FakeSupervisor
+from tests.support.named_times import NamedTimes, NamedWorkload
 
 COMMITTED = GENERATED / "h200" / "rmsnorm_backward"
 TARGET = find_target("h200")
@@ -86,6 +88,42 @@ def test_row_names_the_kernel_of_the_module_and_the_found_one(
     else:
         files = [kernel.file for kernel in Table.load(COMMITTED).kernels()]
         assert row["ours_kernel"] in files
+
+
+def test_a_row_has_ours_over_the_floor_the_tuned_kernel_and_aten(
+    package: Package, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ratios are those of one round: over the floor 1, 5 and 4, over the tuned kernel 3, 2 and 0.5,
+    over ATen 0.5, 1 and 0.25. The quotients of the medians are others."""
+    log: list[str] = []
+    inputs = SimpleNamespace(dy="dy", x="x", rstd="rstd", weight="weight")
+    workload = NamedWorkload(log, inputs)
+    times = {
+        "ours": [3.0, 10.0, 4.0],
+        "floor": [3.0, 2.0, 1.0],
+        "tuned": [1.0, 5.0, 8.0],
+        "aten": [6.0, 10.0, 16.0],
+    }
+
+    def backward(*given: str) -> None:
+        assert given == ("dy", "x", "rstd", "weight")
+        log.append("ours")
+
+    module: Any = SimpleNamespace(table=package.table, rmsnorm_backward=backward)
+    tuned = SimpleNamespace(run=workload.saying("tuned"))
+    monkeypatch.setattr(untuned, "bench_of", lambda own, config, target: tuned)
+    monkeypatch.setattr(untuned, "aten", lambda inputs: workload.saying("aten"))
+    timer = NamedTimes(log, times)
+    session: Any = SimpleNamespace(workload=lambda problem: workload, timer=timer)
+    winner: Any = SimpleNamespace(variant="v", config={"stages": 3})
+    row = untuned.compare(Problem.parse("7x1024:bf16"), winner, module, session, TARGET)
+    assert timer.blocks == [["floor", "ours", "tuned", "aten"]] * BLOCKS
+    assert {name: row[f"{name}_us"] for name in times} == {
+        **{"ours": 4.0, "floor": 2.0, "tuned": 5.0, "aten": 10.0},
+    }
+    over = {name: row[f"ours_over_{name}"] for name in ("floor", "tuned", "aten")}
+    assert over == {"floor": 4.0, "tuned": 2.0, "aten": 0.5}
+    assert (row["tuned"], row["tuned_config"]) == ("v", {"stages": 3})
 
 
 def run(
