@@ -27,7 +27,7 @@ FACTS = {
     **{"condition": "flush", "order": "balanced", "flush_bytes": 256 << 20},
 }
 MODULE = GENERATED / "h200" / "rmsnorm_backward"
-WITHOUT_A_GPU = {"search_replay", "prediction", "rebuild", "pages", "goals", "report"}
+WITHOUT_A_GPU = {"merge", "search_replay", "prediction", "rebuild", "pages", "goals", "report"}
 """Commands and modules whose documents have no times of their own."""
 
 
