@@ -96,12 +96,12 @@ def test_a_comparison_says_how_it_timed(monkeypatch: pytest.MonkeyPatch) -> None
 def commands() -> list[Path]:
     """Modules of benchmarks/ that write results."""
     found = sorted((REPOSITORY / "benchmarks").rglob("*.py"))
-    writes = re.compile(r"\b(?:write_json|show_json|Results)\(")
+    writes = re.compile(r"\b(?:write_json|show_json|Results|measure_shapes)\(")
     return [
         path
         for path in found
         if writes.search(path.read_text(encoding="utf-8"))
-        and path.stem != "results"
+        and path.stem not in ("results", "shape_by_shape")
         and not WITHOUT_A_GPU & {path.stem, path.parent.name}
     ]
 
