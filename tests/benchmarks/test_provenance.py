@@ -101,7 +101,7 @@ def commands() -> list[Path]:
         path
         for path in found
         if writes.search(path.read_text(encoding="utf-8"))
-        and path.stem not in ("results", "shape_by_shape")
+        and path.stem not in ("results", "shape_by_shape", "side_by_side")
         and not WITHOUT_A_GPU & {path.stem, path.parent.name}
     ]
 
