@@ -22,6 +22,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "device": {"type": int, "help": "index of the GPU"},
     "seed": {"type": int, "help": "of everything random"},
     "condition": {"choices": list(CONDITIONS), "help": "what operations find in the L2"},
+    "resume": {"action": "store_true", "help": "keep the rows that --out has"},
     "op": {"choices": list(OPERATIONS), "help": "the operation"},
 }
 """Options that mean the same in every command that has them."""

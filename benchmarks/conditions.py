@@ -25,10 +25,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.command import command_line, exit_code, say
+from benchmarks.command import command_line, exit_code
 from benchmarks.gpu import bench_of, cubin_of, open_session, paired_ratio, target_of
 from benchmarks.repeatability import measured_studies
-from benchmarks.results import machine, write_json
+from benchmarks.results import machine
+from benchmarks.shape_by_shape import measure_shapes
 from generator.evaluate.gpu.rotation import CONDITIONS, FLUSH, ROTATION
 from generator.evaluate.gpu.session import FINAL_ROUNDS, SEARCH_ROUNDS, Session
 from generator.evaluate.gpu.timer import Timer
@@ -198,22 +199,22 @@ def run(args: argparse.Namespace) -> int:
         "environment": machine(session.facts),
         "conditions": {n: {"what": CONDITIONS[n], **timers[n].facts()} for n in CONDITIONS},
         "rounds": {"trials": SEARCH_ROUNDS, "finals": FINAL_ROUNDS},
-        "rows": [],
     }
-    for done, problem in enumerate(problems):
-        if time.monotonic() > until:
-            say(f"{len(problems) - done} shapes are left")
-            return 1
-        with torch.no_grad():
-            document["rows"].append(measure(timers, session, studies[problem], target))
-        write_json(args.out, document)
-        print(line(document["rows"][-1]), flush=True)
-    return 0
+    with torch.no_grad():
+        _, left = measure_shapes(
+            args,
+            until,
+            problems,
+            document,
+            lambda problem: measure(timers, session, studies[problem], target),
+            line,
+        )
+    return 1 if left else 0
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = command_line(__doc__, "out", shapes=SHAPES, seconds=400.0, device=0)
+    parser = command_line(__doc__, "out", shapes=SHAPES, seconds=400.0, device=0, resume=False)
     parser.add_argument("--studies", type=Path, help="default: those of this GPU")
     args = parser.parse_args(argv)
     return exit_code(__file__, lambda: run(args))

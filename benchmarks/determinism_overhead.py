@@ -25,17 +25,18 @@ from random import Random
 from statistics import median
 from typing import Any
 
-from benchmarks.command import command_line, exit_code, say, spare_cores
+from benchmarks.command import command_line, exit_code, spare_cores
 from benchmarks.compare import TUNED
 from benchmarks.repeatability import measured_studies
-from benchmarks.results import machine, write_json
+from benchmarks.results import machine
+from benchmarks.shape_by_shape import measure_shapes
 from generator.errors import NormforgeError
 from generator.evaluate.evaluator import Pool, Shortlisting
 from generator.kernels.compile_pool import CompilePool
 from generator.kernels.geometry import Config
 from generator.kernels.strategies import REDUCTION_KNOBS, is_deterministic, strategy_of
 from generator.paths import GENERATED
-from generator.problem import load_problems
+from generator.problem import Problem, load_problems
 from generator.search.finals import compile_configs
 from generator.space.legal_configs import LegalConfigs
 from generator.space.load import load_space
@@ -134,7 +135,6 @@ def overhead(
         name = str(strategy_of(variant.config))
         best[name] = min(ratio, best.get(name, inf))
     return {
-        "shape": str(legal.problem),
         "winner": str(strategy),
         "trials_of_winner": trials,
         "trials": tried,
@@ -144,30 +144,29 @@ def overhead(
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = command_line(__doc__, "out", shapes=TUNED, seconds=inf, seed=0)
+    parser = command_line(__doc__, "out", shapes=TUNED, seconds=inf, seed=0, resume=False)
     parser.add_argument("--studies", type=Path, default=GENERATED / "h200")
     args = parser.parse_args(argv)
     return exit_code(__file__, lambda: run(args))
 
 
 def run(args: argparse.Namespace) -> int:
+    """Raises NormforgeError."""
+    until = time.monotonic() + args.seconds
     problems = load_problems(args.shapes)
     studies = measured_studies(args.studies, problems)
     target, evaluator, sentence = choose_target(studies[problems[0]].gpu, 0)
     if evaluator is None:
         raise NormforgeError(f"the studies' GPU is needed: {sentence}")
-    began, rows = time.monotonic(), []
+    document = {"environment": machine(evaluator.facts, timed=True)}
     with closing(evaluator), CompilePool(target.arch, spare_cores()) as pool:
-        for problem in problems:
-            if time.monotonic() - began > args.seconds:
-                break
+
+        def measure(problem: Problem) -> dict[str, Any]:
             legal = LegalConfigs(load_space(), problem, target)
-            rows.append(overhead(legal, pool, evaluator, studies[problem], args.seed))
-            say(str(rows[-1]))
-            write_json(
-                args.out, {"environment": machine(evaluator.facts, timed=True), "rows": rows}
-            )
-    return 1 if len(rows) < len(problems) else 0
+            return overhead(legal, pool, evaluator, studies[problem], args.seed)
+
+        _, left = measure_shapes(args, until, problems, document, measure, str)
+    return 1 if left else 0
 
 
 if __name__ == "__main__":

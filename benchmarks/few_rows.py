@@ -20,10 +20,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.command import command_line, exit_code, say
+from benchmarks.command import command_line, exit_code
 from benchmarks.gpu import open_session, package_in, paired_ratio, take_turns, target_of
 from benchmarks.peers.pytorch import aten
-from benchmarks.results import machine, write_json
+from benchmarks.results import machine, module_facts
+from benchmarks.shape_by_shape import measure_shapes
 from generator.evaluate.gpu.protocol import Candidate
 from generator.evaluate.gpu.rotation import ROTATION, Operation
 from generator.evaluate.gpu.session import Session
@@ -80,7 +81,6 @@ def measure(folder: Path, package: Package, problem: Problem, session: Session) 
     floor, *times, atens = take_turns(session.timer, operations)
     choice = package.table.choose(problem.M, problem.N, problem.dtype, problem.weight_dtype)
     return {
-        "shape": str(problem),
         "chosen": choice.kernel.file if choice.kernel else None,
         "sets": sets,
         "floor_us": round(median(floor), 3),
@@ -99,26 +99,37 @@ def measure(folder: Path, package: Package, problem: Problem, session: Session) 
 
 def run(args: argparse.Namespace) -> int:
     """Raises NormforgeError."""
+    until = time.monotonic() + args.seconds
     package = package_in(args.module)
     session = open_session(args.device, args.condition)
     target_of(session.facts, package.table.target["name"])
-    started = time.monotonic()
-    rows: list[dict[str, Any]] = []
-    cases = problems(package, tuple(args.rows))
-    for problem in cases:
-        if time.monotonic() - started >= args.seconds:
-            break
-        rows.append(measure(args.module, package, problem, session))
-        best = min(rows[-1]["kernels"], key=lambda kernel: kernel["ratio"])
-        say(f"{problem}: ATen {rows[-1]['aten']}, best {best['ratio']} ({best['how']})")
-        environment = machine(session.facts, timed=True)
-        write_json(args.out, {"environment": environment, "rows": rows})
-    return 1 if len(rows) < len(cases) else 0
+    _, left = measure_shapes(
+        args,
+        until,
+        problems(package, tuple(args.rows)),
+        {
+            "environment": {
+                **machine(session.facts, timed=True),
+                "module": module_facts(args.module),
+            }
+        },
+        lambda problem: measure(args.module, package, problem, session),
+        line,
+    )
+    return 1 if left else 0
+
+
+def line(row: dict[str, Any]) -> str:
+    """Say a row in one line."""
+    best = min(row["kernels"], key=lambda kernel: kernel["ratio"])
+    return f"{row['shape']}: ATen {row['aten']}, best {best['ratio']} ({best['how']})"
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = command_line(__doc__, "module", "out", seconds=inf, device=0, condition=ROTATION)
+    parser = command_line(
+        __doc__, "module", "out", seconds=inf, device=0, condition=ROTATION, resume=False
+    )
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS, help="numbers of rows")
     return exit_code(__file__, lambda: run(parser.parse_args(argv)))
 

@@ -24,7 +24,8 @@ from benchmarks.comparison import load_peers
 from benchmarks.gpu import bench_of, cubin_of, open_gpu, paired_ratio, take_turns
 from benchmarks.peers import choose_peers
 from benchmarks.peers.peer import Bind
-from benchmarks.results import machine, write_json
+from benchmarks.results import machine
+from benchmarks.shape_by_shape import measure_shapes
 from generator.errors import NormforgeError
 from generator.evaluate.gpu.rotation import FLUSH, ROTATION, Timed
 from generator.evaluate.gpu.session import Session
@@ -202,18 +203,15 @@ def run(args: argparse.Namespace) -> int:
             name: {"what": " ".join(str(kind.__doc__).split()), **timers[name].facts()}
             for name, kind in CONDITIONS.items()
         },
-        "rows": [],
     }
-    for done, problem in enumerate(problems):
-        if time.monotonic() > until:
-            say(f"{len(problems) - done} shapes are left")
-            return 1
-        binds = {name: peer.bind for name, peer in peers.items()} if problem in beside_peers else {}
-        row = measure_shape(session, timers, problem, winners[problem].config, here, binds)
-        document["rows"].append(row)
-        write_json(args.out, document)
-        print(line(row))
-    return 0
+    binds = {name: peer.bind for name, peer in peers.items()}
+
+    def measure(problem: Problem) -> dict[str, Any]:
+        beside = binds if problem in beside_peers else {}
+        return measure_shape(session, timers, problem, winners[problem].config, here, beside)
+
+    _, left = measure_shapes(args, until, problems, document, measure, line)
+    return 1 if left else 0
 
 
 def line(row: Mapping[str, Any]) -> str:
@@ -224,7 +222,9 @@ def line(row: Mapping[str, Any]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = command_line(__doc__, "out", module=PACKAGE, shapes="compare", seconds=540.0)
+    parser = command_line(
+        __doc__, "out", module=PACKAGE, shapes="compare", seconds=540.0, resume=False
+    )
     parser.add_argument("--peers", default="cudnn", help="comma-separated, or '' for none")
     parser.add_argument("--peer-shapes", default=PEER_SHAPES, help="where the peers take part")
     args = parser.parse_args(argv)

@@ -32,7 +32,8 @@ from benchmarks.command import command_line, exit_code, say, spare_cores
 from benchmarks.gpu import BLOCKS, ROUNDS, open_gpu, paired_ratio, take_turns
 from benchmarks.harness import host_time, sentence
 from benchmarks.peers.cudnn_plans import cudnn_forward
-from benchmarks.results import kept, machine, module_facts, write_json
+from benchmarks.results import machine, module_facts
+from benchmarks.shape_by_shape import measure_shapes
 from generator.errors import NormforgeError
 from generator.evaluate.gpu.evaluator import MeasuredEvaluator
 from generator.evaluate.gpu.session import Session
@@ -65,9 +66,10 @@ SAME = ("gpu", "uuid", "commit", "driver", "torch", "libraries", "module", "harn
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = command_line(*(__doc__, "out"), module=None, shapes="compare", seconds=540.0, device=0)
+    parser = command_line(
+        *(__doc__, "out"), module=None, shapes="compare", seconds=540.0, device=0, resume=False
+    )
     parser.add_argument("--package", type=Path, help="where to put the package tuned here")
-    parser.add_argument("--resume", action="store_true", help="keep the rows that --out has")
     args = parser.parse_args(argv)
     return exit_code(__file__, lambda: run(args))
 
@@ -125,21 +127,16 @@ def compare(
     harness = {"blocks": BLOCKS, "rounds": ROUNDS, "floor": "torch.mul(x, 1.5, out=y)"}
     table = module_facts(module, FORWARD_TABLE)
     environment = {**machine(session.facts, timed=True), "module": table, "harness": harness}
-    former = kept(args.out, environment, SAME) if args.resume else {}
-    rows = {row["shape"]: row for row in former.get("rows", [])}
-    todo = [problem for problem in problems if str(problem) not in rows]
-    longest = 0.0
-    for done, problem in enumerate(todo):
-        began = time.monotonic()
-        if began + longest > until:
-            say(f"{len(todo) - done} shapes are left: go on with --resume and the same package")
-            return 1
-        rows[str(problem)] = row = measure(problem, forward, session.timer)
-        longest = max(longest, time.monotonic() - began)
-        say(" ".join(f"{name} {value}" for name, value in brief(row).items()))
-        write_json(args.out, {"environment": environment, "rows": list(rows.values())})
-    say(summary(list(rows.values())))
-    return 0
+    rows, left = measure_shapes(
+        args,
+        until,
+        problems,
+        {"environment": environment},
+        lambda problem: measure(problem, forward, session.timer),
+        lambda row: " ".join(f"{name} {value}" for name, value in brief(row).items()),
+    )
+    say(summary(rows))
+    return 1 if left else 0
 
 
 def contenders(

@@ -25,11 +25,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.command import command_line, exit_code, say
+from benchmarks.command import command_line, exit_code
 from benchmarks.comparison import operation_of_package
 from benchmarks.goals import geometric_mean
 from benchmarks.gpu import open_session, paired_ratio, take_turns, target_of
-from benchmarks.results import kept, machine, module_facts, write_json
+from benchmarks.results import machine, module_facts
+from benchmarks.shape_by_shape import measure_shapes
 from generator.errors import NormforgeError
 from generator.evaluate.gpu.protocol import Candidate
 from generator.evaluate.gpu.rotation import CONDITIONS
@@ -41,8 +42,6 @@ from normforge.table import Kernel, Table
 
 SIDES = ("before", "after")
 BLOCKS = 5
-SAME = ("gpu", "uuid", "commit", "driver", "torch", *SIDES)
-"""Facts that must not differ between the rows of one file."""
 
 
 def chosen(table: Table, problem: Problem) -> Kernel:
@@ -68,7 +67,7 @@ def measure(
         for folder, kernel in kernels.items()
     ]
     files = dict(zip(SIDES, (kernel.file for kernel in kernels.values()), strict=True))
-    row: dict[str, Any] = {"shape": str(problem), "kernels": files}
+    row: dict[str, Any] = {"kernels": files}
     for condition, timer in timers.items():
         sets = timer.sets(workload.floor_bytes)
         floor, before, after = take_turns(timer, workload.operations(benches, sets), BLOCKS)
@@ -138,32 +137,24 @@ def run(args: argparse.Namespace) -> int:
     session = open_session(args.device)
     target_of(session.facts, tables[args.module].target["name"])
     timers = {name: Timer(session.device, condition=name) for name in CONDITIONS}
-    environment = {**machine(session.facts), **facts}
-    former = kept(args.out, environment, SAME) if args.resume else {}
-    rows = {row["shape"]: row for row in former.get("rows", ())}
-    conditions = {name: timer.facts() for name, timer in timers.items()}
-    for problem in problems:
-        if str(problem) in rows:
-            continue
-        if time.monotonic() > until:
-            break
-        with torch.no_grad():
-            rows[str(problem)] = measure(session, timers, picked[problem], problem)
-        document = {"environment": environment, "conditions": conditions, "rows": [*rows.values()]}
-        write_json(args.out, document)
-        say(line(rows[str(problem)]))
-    print(summary(rows.values()))
-    left = sum(str(problem) not in rows for problem in problems)
-    if left:
-        say(f"{left} shapes are left: the same command with --resume measures them")
+    document = {
+        "environment": {**machine(session.facts), **facts},
+        "conditions": {name: timer.facts() for name, timer in timers.items()},
+    }
+    with torch.no_grad():
+        rows, left = measure_shapes(
+            args, until, problems, document, lambda p: measure(session, timers, picked[p], p), line
+        )
+    print(summary(rows))
     return 1 if left else 0
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = command_line(__doc__, "module", "out", shapes="compare", seconds=inf, device=0)
+    parser = command_line(
+        __doc__, "module", "out", shapes="compare", seconds=inf, device=0, resume=False
+    )
     parser.add_argument("--before", type=Path, required=True, help="folder of the other package")
-    parser.add_argument("--resume", action="store_true", help="keep the rows that --out has")
     return exit_code(__file__, lambda: run(parser.parse_args(argv)))
 
 

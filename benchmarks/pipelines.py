@@ -29,9 +29,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.command import command_line, exit_code, say, spare_cores
+from benchmarks.command import command_line, exit_code, spare_cores
 from benchmarks.gpu import bench_of, cubin_of, open_session, paired_ratio, target_of
-from benchmarks.results import machine, write_json
+from benchmarks.results import machine
+from benchmarks.shape_by_shape import measure_shapes
 from generator.errors import NormforgeError
 from generator.evaluate.gpu.protocol import Candidate
 from generator.evaluate.gpu.rotation import CONDITIONS, FLUSH
@@ -206,13 +207,10 @@ def run(args: argparse.Namespace) -> int:
     document: dict[str, Any] = {
         "environment": machine(session.facts),
         "conditions": {name: timer.facts() for name, timer in timers.items()},
-        "rows": [],
     }
-    with ProcessPoolExecutor(spare_cores(), get_context("spawn")) as pool:
-        for done, problem in enumerate(problems):
-            if time.monotonic() > until:
-                say(f"{len(problems) - done} shapes are left")
-                return 1
+    with ProcessPoolExecutor(spare_cores(), get_context("spawn")) as pool, torch.no_grad():
+
+        def of(problem: Problem) -> dict[str, Any]:
             shape = (problem.M, problem.N, problem.dtype, problem.weight_dtype)
             choice = table.choose(*shape, offset=problem.offset, residual=problem.residual)
             if choice.kernel is None:
@@ -220,17 +218,18 @@ def run(args: argparse.Namespace) -> int:
             configs = drawn(problem, target, args.configs, args.seed)
             made = pool.map(partial(compiles, problem=problem, arch=target.arch), configs)
             sound = [config for config, good in zip(configs, made, strict=True) if good]
-            with torch.no_grad():
-                row = measure(session, timers, choice.kernel, sound, problem, target)
-            document["rows"].append({**row, "how": choice.how})
-            write_json(args.out, document)
-            print(line(row), flush=True)
-    return 0
+            row = measure(session, timers, choice.kernel, sound, problem, target)
+            return {**row, "how": choice.how}
+
+        _, left = measure_shapes(args, until, problems, document, of, line)
+    return 1 if left else 0
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = command_line(__doc__, "out", shapes=SHAPES, seconds=400.0, device=0, seed=7)
+    parser = command_line(
+        __doc__, "out", shapes=SHAPES, seconds=400.0, device=0, seed=7, resume=False
+    )
     parser.add_argument("--configs", type=int, default=170, help="of each shape, at most")
     args = parser.parse_args(argv)
     return exit_code(__file__, lambda: run(args))

@@ -30,7 +30,8 @@ from optuna.storages import InMemoryStorage
 
 from benchmarks.command import command_line, exit_code, say, spare_cores
 from benchmarks.gpu import target_of
-from benchmarks.results import kept, machine, write_json
+from benchmarks.results import machine
+from benchmarks.shape_by_shape import measure_shapes
 from generator.errors import NormforgeError, ProblemError
 from generator.evaluate.evaluator import Pool, Shortlisting
 from generator.evaluate.gpu.evaluator import MeasuredEvaluator
@@ -218,47 +219,44 @@ def measured_studies(folder: Path, problems: Sequence[Problem]) -> dict[Problem,
 
 def run(args: argparse.Namespace) -> int:
     """Raises NormforgeError."""
-    began, longest = time.monotonic(), 0.0
+    until = time.monotonic() + args.seconds
     problems = load_problems(args.shapes)
     studies = measured_studies(args.studies, problems)
     gpu = Supervisor(args.device)
     target = target_of(gpu.facts, studies[problems[0]].gpu)
     plan = {name: getattr(args, name) for name in ("repeats", "searches", "trials")}
     environment = {**machine(gpu.facts, timed=True), **plan}
-    same = [name for name in environment if name != "date"]
-    former = kept(args.out, environment, same) if args.resume else {}
-    rows = {row["shape"]: row for row in former.get("rows", [])}
     with (
         closing(MeasuredEvaluator(target, gpu)) as evaluator,
         CompilePool(target.arch, spare_cores()) as pool,
     ):
-        for problem in problems:
-            started = time.monotonic()
-            if str(problem) in rows or started + longest > began + args.seconds:
-                continue
+
+        def measure(problem: Problem) -> dict[str, Any] | None:
             legal = LegalConfigs(load_space(), problem, target)
             try:
-                row = repeat(legal, pool, evaluator, gpu, studies, args)
+                return repeat(legal, pool, evaluator, gpu, studies, args)
             except ProblemError as error:
                 say(str(error))
-                continue
-            longest = max(longest, time.monotonic() - started)
-            rows[str(problem)] = row
-            say(f"{problem} {row['agreement']}, {sum(row['seconds']):.0f} s")
-            write_json(args.out, {"environment": environment, "rows": list(rows.values())})
+                return None
+
+        def tell(row: dict[str, Any]) -> str:
+            return f"{row['shape']} {row['agreement']}, {sum(row['seconds']):.0f} s"
+
+        rows, left = measure_shapes(
+            args, until, problems, {"environment": environment}, measure, tell
+        )
         say(evaluator.disturbances())
-    say(summary(rows.values()))
-    return int(any(str(problem) not in rows for problem in problems))
+    say(summary(rows))
+    return 1 if left else 0
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = command_line(__doc__, "out", shapes=SHAPES, seconds=330.0, device=0)
+    parser = command_line(__doc__, "out", shapes=SHAPES, seconds=330.0, device=0, resume=False)
     parser.add_argument("--studies", type=Path, default=GENERATED / "h200")
     parser.add_argument("--repeats", type=int, default=3, help="finals of each shape")
     parser.add_argument("--searches", type=int, default=2, help="of each shape")
     parser.add_argument("--trials", type=int, default=60, help="of each search")
-    parser.add_argument("--resume", action="store_true", help="keep the rows that --out has")
     args = parser.parse_args(argv)
     return exit_code(__file__, lambda: run(args))
 

@@ -194,7 +194,8 @@ def _failures(rows: Sequence[Row], names: Sequence[str]) -> str:
 
 def plot(environment: Environment, rows: Sequence[Row], path: Path) -> str:
     """Draw every implementation by name: its mean ratio to the floor as a bar, and its ratio at
-    every shape in bf16 over M·N. Shapes whose weight has another dtype than x are left out, because
+    every shape in bf16 over M·N. Those that ran at half of the shapes or fewer are left out: means
+    over other shapes do not compare. So are shapes whose weight has another dtype than x, because
     not every implementation serves them. "" or the sentence that says why there is no plot."""
     pyplot = page_text.pyplot()
     if pyplot is None:
@@ -206,7 +207,7 @@ def plot(environment: Environment, rows: Sequence[Row], path: Path) -> str:
         timed = [
             (row, us / row["add_us"]) for row in rows if (us := peer_us(row, name)) is not None
         ]
-        if timed:
+        if 2 * len(timed) > len(rows):
             ratios[name] = timed
     means = {name: geometric_mean(over for _, over in found) for name, found in ratios.items()}
     names = sorted(means, key=lambda name: means[name])
@@ -216,7 +217,9 @@ def plot(environment: Environment, rows: Sequence[Row], path: Path) -> str:
     figure, (bars, dots) = pyplot.subplots(
         1, 2, figsize=(10.5, 4.6), width_ratios=(1, 1.5), layout="constrained"
     )
-    figure.suptitle(f"{_title(environment)} on {environment['gpu']}")
+    condition = environment.get("harness", {}).get("condition")
+    under = f", {condition}" if condition else ""
+    figure.suptitle(f"{_title(environment)} on {environment['gpu']}{under}")
     drawn = bars.barh(
         [f"{titles[name]} ({len(ratios[name])})" for name in names],
         [means[name] for name in names],

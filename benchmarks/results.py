@@ -82,7 +82,7 @@ class Results:
         if not path.exists():
             return cls(path, environment)
         found = cls.read(path)
-        _check_same(path, found.environment, environment, SAME)
+        check_same(path, found.environment, environment, SAME)
         merged = {**environment, "date": found.environment["date"]}
         merged["peers"] = {**found.environment["peers"], **environment["peers"]}
         return cls(path, merged, found.rows)
@@ -121,7 +121,7 @@ def kept(path: Path, environment: Environment, same: Iterable[str]) -> dict[str,
         return {}
     with _reading(path):
         document = dict(json.loads(path.read_text(encoding="utf-8")))
-        _check_same(path, document["environment"], environment, same)
+        check_same(path, document["environment"], environment, same)
         return document
 
 
@@ -137,8 +137,8 @@ def _reading(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _check_same(path: Path, old: Environment, new: Environment, same: Iterable[str]) -> None:
-    """Raise NormforgeError where one of `same` differs."""
+def check_same(path: Path, old: Environment, new: Environment, same: Iterable[str]) -> None:
+    """Raise NormforgeError where one of these facts differs. path: of the file with the old."""
     for key in same:
         before, now = old.get(key), new.get(key)
         if key == "module":

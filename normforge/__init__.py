@@ -51,17 +51,25 @@ __all__ = [
 
 
 def names_of(operation: str, module: str, names: Sequence[str]) -> Callable[[str], Any]:
-    """The `__getattr__` of a module whose names are those of an operation's packages."""
+    """The `__getattr__` of a module whose names are those of an operation's packages, or of the
+    `functions` of a module called `operation`."""
 
     def found(name: str) -> Any:
         if name not in names:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        package = chosen_package(operation)
+        if operation in _FUNCTIONS:
+            package = import_module(f"{__name__}.{operation}").functions
+        else:
+            package = chosen_package(operation)
         value = package.provenance if name == "PROVENANCE" else getattr(package, name)
         setattr(sys.modules[module], name, value)
         return value
 
     return found
+
+
+_FUNCTIONS = ("gated_packages", "rope_packages", "quantized_packages")
+"""Modules whose functions serve with the packages of several operations."""
 
 
 _serving = "rmsnorm"  # the module whose names these are
@@ -160,6 +168,5 @@ def chosen_package(operation: str) -> Any:
 # The operators, which a saved graph asks for before anybody has used a name. The tuner's compilers
 # have no use for them, and none for PyTorch, whose import takes seconds.
 if not getattr(sys.modules.get("generator"), "IMPORTS_PYTORCH_LATER", False):
-    import_module(f"{__name__}.gated_packages")
-    import_module(f"{__name__}.rope_packages")
-    import_module(f"{__name__}.quantized_packages")
+    for _name in _FUNCTIONS:
+        import_module(f"{__name__}.{_name}")

@@ -8,10 +8,10 @@ activation and order. Where there is no package for a GPU, PyTorch's operators s
 
 from __future__ import annotations
 
-import sys
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from normforge import names_of
 
 __all__ = [
     "RMSNormGated",
@@ -32,13 +32,7 @@ if TYPE_CHECKING:
     rms_norm_gated = _package.rms_norm_gated
     unpatch = _package.unpatch
 else:
-
-    def __getattr__(name: str) -> Any:
-        if name not in __all__:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(import_module(f"{__package__}.gated_packages").functions, name)
-        setattr(sys.modules[__name__], name, value)
-        return value
+    __getattr__ = names_of("gated_packages", __name__, __all__)
 
 
 def __dir__() -> list[str]:

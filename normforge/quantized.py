@@ -7,10 +7,10 @@ Where there is no package for a GPU, PyTorch's operators serve.
 
 from __future__ import annotations
 
-import sys
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from normforge import names_of
 
 __all__ = [
     "explain",
@@ -26,13 +26,7 @@ if TYPE_CHECKING:
     operators = _package.operators
     rms_norm_quantized = _package.rms_norm_quantized
 else:
-
-    def __getattr__(name: str) -> Any:
-        if name not in __all__:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(import_module(f"{__package__}.quantized_packages").functions, name)
-        setattr(sys.modules[__name__], name, value)
-        return value
+    __getattr__ = names_of("quantized_packages", __name__, __all__)
 
 
 def __dir__() -> list[str]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.pages.accuracy import ACCURACY_BLOCKS
+from benchmarks.pages.both_conditions import BOTH_CONDITIONS_BLOCKS
 from benchmarks.pages.comparison import COMPARISON_BLOCKS
 from benchmarks.pages.families import FAMILY_BLOCKS
 from benchmarks.pages.functions import FUNCTION, described
@@ -24,6 +25,7 @@ from generator.paths import REPOSITORY
 BLOCK = re.compile(r"(<!-- numbers: (\w+) -->\n).*?(<!-- end of numbers -->)", re.S)
 BLOCKS: dict[str, Callable[[], str]] = {
     **ACCURACY_BLOCKS,
+    **BOTH_CONDITIONS_BLOCKS,
     **COMPARISON_BLOCKS,
     **TRAINING_BLOCKS,
     **FAMILY_BLOCKS,

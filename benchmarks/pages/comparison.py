@@ -45,14 +45,29 @@ def peers() -> str:
         for peer in found.standings
     ]
     header = ["", "time / floor (geometric mean)", "time / Normforge's"]
+    return "\n".join((table(header, rows), "", _closest(found)))
+
+
+def on_h200_in_short() -> str:
+    """The comparison on an H200 in a few sentences."""
+    found = comparison()
+    return paragraph(
+        "On an H200, Normforge took"
+        f" {found.ours:.2f} times the floor in an [earlier run](docs/performance.md#on-an-h200),"
+        " after a flush, with earlier kernels and the peers' defaults."
+        f" {_closest(found)}"
+    )
+
+
+def _closest(found: Comparison) -> str:
+    """Say how long the closest peer takes, or at which shape one is farthest ahead."""
     least, where = found.least
-    said = (
+    return (
         f"No peer is faster at any of the {len(found.rows)} shapes."
         f" The closest one takes {100 * (least - 1):.0f} % longer, at {where}."
         if least > 1
         else f"At {where}, a peer takes {least:.2f} times as long."
     )
-    return "\n".join((table(header, rows), "", said))
 
 
 def forward_peers() -> str:
@@ -82,29 +97,6 @@ def forward_peers() -> str:
     return table([f"{len(rows)} shapes, {document['environment']['gpu']}", *header], lines)
 
 
-def on_h100() -> str:
-    """All implementations on an H100, with their defaults and tuned by their own tuners."""
-    found = comparison("h100")
-    lines: list[tuple[str, ...]] = [("**Normforge**", f"**{found.ours:.2f}**", *[""] * 3)]
-    for peer in found.standings:
-        over = beside_ours(found.over_ours(peer.name))
-        lines.append((f"{peer.title} {peer.version}", f"{peer.over_floor:.2f}", *over))
-    header = ("time / floor (geometric mean)", *BESIDE_OURS)
-    shown = table([f"{len(found.rows)} shapes, {found.environment['gpu']}", *header], lines)
-    tuned = generated("h100", "rmsnorm_backward", "table.json")["tuned"]
-    searches = {entry["provenance"]["study"]: entry["provenance"]["trials"] for entry in tuned}
-    of_shape = {study.split("@")[0]: trials for study, trials in searches.items()}
-    trials = [of_shape[shape] for shape in found.best_peers]
-    more = comparison("h100_more_trials")
-    said = (
-        f"The fastest peer of each shape {_beside_best_peers(found)}. Normforge's kernels were"
-        f" searched with {min(trials)} trials or more for each shape, fewer than on the H200. After"
-        f" {max(trials)} trials for each of these {trials.count(max(trials))}, a second run, on"
-        f" another H100, had a peer ahead at {_behind(more)} (`h100_more_trials.json.xz`)."
-    )
-    return "\n".join((shown, "", paragraph(said)))
-
-
 def tuned_on_h200() -> str:
     """Say what tuners of peers find on an H200."""
     found = comparison("tuned_peers_h200")
@@ -123,28 +115,6 @@ def tuned_on_h200() -> str:
         f" {'the same' if same else 'earlier'} kernels of Normforge (`tuned_peers_h200.json`)."
         f" Compared with those, {quack} as long on average, and {inductor}."
     )
-
-
-def h100_in_short() -> str:
-    """The comparison on an H100 in two sentences."""
-    return paragraph(
-        "On an H100, where the peers' own tuners ran as well, the fastest peer of each shape"
-        f" {_beside_best_peers(comparison('h100'))} (after more trials there, at"
-        f" {_behind(comparison('h100_more_trials'))};"
-        " [table](docs/performance.md#on-an-h100))."
-    )
-
-
-def _beside_best_peers(found: Comparison) -> str:
-    mean = geometric_mean(found.best_peers.values())
-    behind = _behind(found, of=f" of the {len(found.rows)} shapes")
-    return f"takes {mean:.2f} times as long as Normforge on average, but is faster at {behind}"
-
-
-def _behind(found: Comparison, of: str = "") -> str:
-    """Say at how many shapes the fastest peer is ahead, and how far at most."""
-    best = found.best_peers.values()
-    return f"{sum(ratio < 1 for ratio in best)}{of}, by up to {100 * (1 / min(best) - 1):.1f} %"
 
 
 def layernorm() -> str:
@@ -257,23 +227,11 @@ def _without_cudnn() -> str:
     )
 
 
-def flush_in_short() -> str:
-    return paragraph(
-        "In these comparisons, the L2 is flushed before each operation. If inputs and outputs"
-        " rotate through memory instead, Normforge takes"
-        f" {flushed('rotating'):.2f} times the floor on the H200, where it takes"
-        f" {flushed('present'):.2f} with the flush in the same run"
-        " ([why](docs/performance.md#how-the-cache-is-made-cold))."
-    )
-
-
 COMPARISON_BLOCKS: dict[str, Callable[[], str]] = {
     "forward_peers": forward_peers,
     "flushes": flushes,
-    "flush_in_short": flush_in_short,
     "peers": peers,
-    "on_h100": on_h100,
-    "h100_in_short": h100_in_short,
+    "on_h200_in_short": on_h200_in_short,
     "tuned_on_h200": tuned_on_h200,
     "layernorm": layernorm,
     "overhead": overhead,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from statistics import fmean, median
 
 from benchmarks.goals import geometric_mean
@@ -56,11 +58,11 @@ def conditions() -> str:
     return table((*header, "a trial", "worst first trial", "evict_last"), found)
 
 
-def packages() -> str:
+def packages(gpu: str) -> str:
     """The kernels of a package beside those of the one before it: how many shapes have another one,
     both over the floor, and the ratio of their times."""
     found = []
-    rows = read("packages_h200")["rows"]
+    rows = read(f"packages_{gpu}")["rows"]
     for which, some in (
         ("all", rows),
         ("with another kernel", [r for r in rows if len({*r["kernels"].values()}) > 1]),
@@ -81,4 +83,8 @@ def packages() -> str:
     return table(("shapes, condition", "number", *SIDES, "ratio", "least, most"), found)
 
 
-PIPELINE_BLOCKS = {"pipelines": pipelines, "conditions": conditions, "packages": packages}
+PIPELINE_BLOCKS: dict[str, Callable[[], str]] = {
+    "pipelines": pipelines,
+    "conditions": conditions,
+    **{f"packages_{gpu}": partial(packages, gpu) for gpu in GPUS},
+}

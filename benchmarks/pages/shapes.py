@@ -1,4 +1,4 @@
-"""The backward at few rows, and at five shapes beside all peers under both conditions."""
+"""Measured numbers about the backward at few rows."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from benchmarks.goals import geometric_mean
-from benchmarks.pages.comparison import comparison
-from benchmarks.pages.text import paragraph, read, table
-from generator.evaluate.gpu.rotation import CONDITIONS
+from benchmarks.pages.text import read, table
 
 
 def few_rows() -> str:
@@ -45,31 +43,4 @@ def _of(row: dict[str, Any], kernel: str) -> float:
     return next(float(own["ratio"]) for own in row["kernels"] if own["kernel"] == kernel)
 
 
-def both_conditions() -> str:
-    """Ours and all peers over the floor under either condition."""
-    found = {condition: comparison(f"five_{condition}_h200") for condition in CONDITIONS}
-    ours = [f"**{one.ours:.3f}**" for one in found.values()]
-    lines = [["**Normforge**", *ours, "", ""]]
-    standings = {
-        condition: {peer.name: peer for peer in one.standings} for condition, one in found.items()
-    }
-    for peer in next(iter(found.values())).standings:
-        over = [f"{standings[condition][peer.name].over_floor:.3f}" for condition in found]
-        least = [f"{min(one.over_ours(peer.name).values()):.3f}" for one in found.values()]
-        shapes = f" ({peer.shapes} shape)" if peer.shapes == 1 else ""
-        lines.append([f"{peer.title} {peer.version}{shapes}", *over, *least])
-    header = [f"time / floor, {condition}" for condition in found]
-    header += [f"lowest time / Normforge's, {condition}" for condition in found]
-    shown = table(["", *header], lines)
-    rotation = found["rotation"]
-    lowest, where = rotation.least
-    said = paragraph(
-        f"Under rotation, the closest peer of a shape takes {100 * (lowest - 1):.1f} % longer than"
-        f" Normforge, at {where}."
-        if lowest > 1
-        else f"Under rotation, a peer takes {lowest:.3f} of Normforge's time, at {where}."
-    )
-    return f"{shown}\n\n{said}"
-
-
-SHAPE_BLOCKS = {"few_rows": few_rows, "both_conditions": both_conditions}
+SHAPE_BLOCKS = {"few_rows": few_rows}

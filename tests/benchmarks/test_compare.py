@@ -314,10 +314,24 @@ def test_the_page_is_drawn_from_a_file_without_a_gpu(
     assert main(["--render", "--out", str(tmp_path / "none.json")]) == 2
 
 
-def test_the_plot_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    assert plot(ENVIRONMENT, rows(), tmp_path / "h200.svg") == ""
+def test_the_plot_has_those_that_ran_at_most_shapes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer that tunes itself at few shapes would have a mean over other shapes."""
+    axes = pytest.importorskip("matplotlib.axes").Axes
+    barh, bars = axes.barh, []
+
+    def recorded(self: Any, labels: list[str], *args: Any, **kwargs: Any) -> Any:
+        bars.extend(labels)
+        return barh(self, labels, *args, **kwargs)
+
+    monkeypatch.setattr(axes, "barh", recorded)
+    some = rows()
+    some[0]["peers"]["quack_tuned"] = some[0]["peers"]["quack"]
+    assert plot(ENVIRONMENT, some, tmp_path / "h200.svg") == ""
     assert "<svg" in (tmp_path / "h200.svg").read_text()
+    number = len(some)
+    assert bars == [f"{name} ({number})" for name in ("Normforge", "QuACK", "ATen")]
 
 
 def test_a_folder_without_a_package_is_refused(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ FACTS = {
     **{"condition": "flush", "order": "balanced", "flush_bytes": 256 << 20},
 }
 MODULE = GENERATED / "h200" / "rmsnorm_backward"
-WITHOUT_A_GPU = {"search_replay", "prediction", "rebuild", "pages", "goals", "report"}
+WITHOUT_A_GPU = {"merge", "search_replay", "prediction", "rebuild", "pages", "goals", "report"}
 """Commands and modules whose documents have no times of their own."""
 
 
@@ -96,12 +96,12 @@ def test_a_comparison_says_how_it_timed(monkeypatch: pytest.MonkeyPatch) -> None
 def commands() -> list[Path]:
     """Modules of benchmarks/ that write results."""
     found = sorted((REPOSITORY / "benchmarks").rglob("*.py"))
-    writes = re.compile(r"\b(?:write_json|show_json|Results)\(")
+    writes = re.compile(r"\b(?:write_json|show_json|Results|measure_shapes)\(")
     return [
         path
         for path in found
         if writes.search(path.read_text(encoding="utf-8"))
-        and path.stem != "results"
+        and path.stem not in ("results", "shape_by_shape", "side_by_side")
         and not WITHOUT_A_GPU & {path.stem, path.parent.name}
     ]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import repeatability
+from benchmarks import repeatability, shape_by_shape
 from benchmarks.repeatability import agreement, summary, tie
 from generator.evaluate.gpu import noise
 from generator.kernels.nvrtc import Compiled
@@ -120,7 +120,9 @@ def test_a_search_knows_nothing_of_its_own_shape(bench: Bench) -> None:
 
 def test_a_run_out_of_time_goes_on_where_it_was(bench: Bench) -> None:
     options = ("--shapes", f"{PROBLEM},{OTHER}", "--repeats", "1", "--searches", "1")
-    bench.patch.setattr(repeatability, "time", SimpleNamespace(monotonic=iter(range(99)).__next__))
+    clock = SimpleNamespace(monotonic=iter(range(99)).__next__)
+    for module in (repeatability, shape_by_shape):
+        bench.patch.setattr(module, "time", clock)
     code, _ = bench.run(*options, "--seconds", "8")
     first = bench.rows()
     assert (code, [row["shape"] for row in first]) == (1, [str(PROBLEM)])
