@@ -426,11 +426,9 @@ def not_a_number(inputs: Inputs) -> Any:
     return run
 
 
-def test_repeats_compares_bits_and_restores_an_overwritten_dy() -> None:
+def test_an_overwritten_dy_is_restored_before_each_run() -> None:
     inputs = make_inputs(Problem.parse("16x64:bf16"), torch.device("cpu"))
-    assert repeats(Entrant(Contender(good), inputs))
     assert repeats(Entrant(Contender(in_place, overwrites_dy=True), inputs))
-    assert not repeats(Entrant(Contender(restless), inputs))
 
 
 @pytest.mark.parametrize("output", ["dx", "dw"])

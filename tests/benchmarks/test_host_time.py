@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,6 +82,51 @@ def test_native_lines_of_install_are_those_of_the_native_package() -> None:
 def test_ratios_are_of_one_pass() -> None:
     times = {"rmsnorm_backward": [1.0, 4.0], "aten op": [2.0, 16.0], "other": [0.0, 0.0]}
     assert host_time.ratios(times) == {"rmsnorm_backward / aten op": [0.5, 0.25]}
+
+
+@pytest.mark.parametrize("refused", ["", "no compiler"])
+def test_a_document_has_the_middle_of_the_passes(
+    monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    """A ratio is the middle of those of the passes: 0.5, 0.9 and 0.25; natively 0.25, 0.2, 0.4."""
+    times = {
+        "rmsnorm_backward": [4.0, 9.0, 5.0],
+        "rmsnorm_backward, native": [2.0, 2.0, 8.0],
+        "aten op": [8.0, 10.0, 20.0],
+    }
+    made: list[Any] = []
+
+    class Package:
+        def __init__(self, of: Path, name: str) -> None:
+            self.name = name
+            made.append(self)
+
+        def use_native(self) -> None:
+            assert self.name == "native"
+            if refused:
+                raise RuntimeError(refused)
+
+        def explain(self, *shape: object) -> dict[str, str]:
+            return {"kernel": "k"}
+
+    def timed(calls: Any, package: Package, native: Package | None) -> dict[str, list[float]]:
+        assert [package, native] == made
+        return {name: times[name] for name in calls}
+
+    one: Any = SimpleNamespace(make_inputs=lambda *_: None)
+    monkeypatch.setattr(host_time, "operation_of", lambda problem: one)
+    monkeypatch.setattr(host_time, "this_machine", dict)
+    monkeypatch.setattr(host_time, "Package", Package)
+    lines = {"rmsnorm_backward": print, "aten op": print}
+    monkeypatch.setattr(host_time, "whole_calls", lambda *_: dict(lines))
+    monkeypatch.setattr(host_time, "entry_points", lambda *_: {"rmsnorm_backward": print})
+    monkeypatch.setattr(host_time, "host_us", timed)
+    found = host_time.run(Path(), Problem.parse("4096x256:bf16"))
+    native = {} if refused else {"rmsnorm_backward, native": 2.0}
+    assert found["whole calls"] == {"rmsnorm_backward": 5.0, "aten op": 10.0, **native}
+    ratios = {"rmsnorm_backward / aten op": 0.5, "rmsnorm_backward, native / aten op": 0.25}
+    assert found["ratios"] == dict([*ratios.items()][: 1 + bool(native)])
+    assert found.get("native refused", "") == refused
 
 
 def test_lines_of_rms_norm_run(tmp_path: Path) -> None:
