@@ -18,6 +18,7 @@ from benchmarks import host_against, host_time
 from generator.operations import LAYERNORM_BACKWARD, RMSNORM_BACKWARD
 from generator.problem import Problem
 from tests.support.entry_points import aten_on_cpu, write_layer_norm_package, write_package
+from tests.support.fake_clock import FakeClock
 
 
 class FakePackage:
@@ -77,6 +78,25 @@ def test_native_lines_of_install_are_those_of_the_native_package() -> None:
     }
     host_time.host_us(calls, package, native)
     assert seen == {(names[0], True, False), (names[1], False, True), (names[2], False, False)}
+
+
+def test_a_time_is_that_of_the_call_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty call's time is taken off, of PyTorch's calls as well; batches begin with an idle GPU
+    and without the first calls, which take longer."""
+    clock = FakeClock(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "synchronize", clock.operation("wait", 500.0))
+    monkeypatch.setattr(host_time.time, "perf_counter_ns", lambda: 1e3 * clock.now)
+    monkeypatch.setattr(host_time, "_nothing", clock.operation("nothing", 2.0))
+    for name in ("PASSES", "BATCHES"):
+        monkeypatch.setattr(host_time, name, 1)
+
+    def call(name: str, us: float) -> Any:
+        return lambda: clock.run(name, us if clock.log.count(name) >= 20 else 1e6)
+
+    lines = {"rmsnorm_backward": 9.0, "aten op": 12.0}
+    package: Any = FakePackage()
+    found = host_time.host_us({name: call(name, us) for name, us in lines.items()}, package)
+    assert found == {"rmsnorm_backward": [pytest.approx(7.0)], "aten op": [pytest.approx(10.0)]}
 
 
 def test_ratios_are_of_one_pass() -> None:

@@ -55,7 +55,7 @@ def test_configs_are_legal_have_a_producer_and_are_spread_over_families() -> Non
 
 def measured(monkeypatch: pytest.MonkeyPatch, fault: str = "") -> tuple[Any, list[NamedTimes]]:
     """A row of nine configs, of which config 1 has the fault, and the timers. In the trials they
-    take 10, 9, … µs; in the finals the package's takes 3, under rotation 4, and of the others
+    take 10, 9, … µs; in the finals the package's takes 2, under rotation 4, and of the others
     config 5 is the fastest, under rotation config 7. The floor takes 2 µs."""
     log: list[str] = []
     workload: Any = NamedWorkload(log)
@@ -65,7 +65,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, fault: str = "") -> tuple[Any, lis
     monkeypatch.setattr(pipelines, "make_variant", lambda config, problem: config["name"])
     monkeypatch.setattr(pipelines, "cubin_of", lambda problem, config, target: config["name"])
     trials = {str(number): [10.0 - number] for number in range(9)}
-    others = {"floor": [2.0], "package": [3.0]}
+    others = {"floor": [2.0], "package": [2.0]}
     finals = {name: [9.0] for name in trials}
     timers = {
         FLUSH: [NamedTimes(log, others | times) for times in (trials, finals | {"5": [2.5]})],
@@ -101,7 +101,7 @@ def test_the_fastest_of_the_trials_stand_beside_the_package_under_each_condition
     assert [timer.blocks for timer in finals] == [[names] * pipelines.FINAL_BLOCKS] * 2
     assert (row["package"], row["tried"], row["cubins"]) == ("kernel", 9, [*"876543"])
     assert row["floor_us"] == {FLUSH: 2.0, ROTATION: 2.0}
-    assert row["package_ratio"] == {FLUSH: 1.5, ROTATION: 2.0}
+    assert row["package_ratio"] == {FLUSH: 1.0, ROTATION: 2.0}
     assert row["best_ratio"] == {FLUSH: 1.25, ROTATION: 0.5}
     assert row["best"] == {FLUSH: {"name": "5"}, ROTATION: {"name": "7"}}
     assert [ratio for ratio, _ in row["trials"]] == [1.0 + number / 2 for number in range(9)]
@@ -110,6 +110,30 @@ def test_the_fastest_of_the_trials_stand_beside_the_package_under_each_condition
 def test_a_wrong_kernel_has_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NormforgeError, match="4096x4096:bf16: 1 is wrong: planted"):
         measured(monkeypatch, "planted")
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "repeats", "said"),
+    [("", "", ""), ("dx is off", "", "dx is off"), ("", "run 3 differs", "run 3 differs")],
+)
+def test_a_kernel_is_wrong_by_its_numbers_or_its_bits(
+    monkeypatch: pytest.MonkeyPatch, accuracy: str, repeats: str, said: str
+) -> None:
+    asked: list[tuple[object, ...]] = []
+    workload = SimpleNamespace(inputs="inputs", expected="expected", cancelling="cancelling")
+
+    def check_accuracy(*given: object) -> Any:
+        asked.append(given)
+        return SimpleNamespace(fault=accuracy)
+
+    monkeypatch.setattr(pipelines, "check_accuracy", check_accuracy)
+    monkeypatch.setattr(
+        pipelines, "check_repeats", lambda *given: (asked.append(given), repeats)[1]
+    )
+    bench: Any = "bench"
+    assert pipelines.fault_of(bench, workload) == said
+    runs = ("bench", "cancelling", pipelines.CHECKED_RUNS)
+    assert asked == [("bench", "inputs", "expected"), runs][: 1 + (not accuracy)]
 
 
 def test_line_says_both_conditions() -> None:
