@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,7 +11,7 @@ import pytest
 
 from benchmarks import knob
 from benchmarks.knob import families, measure
-from generator.evaluate.gpu.protocol import Job, WorkerLostError
+from generator.evaluate.gpu.protocol import Answer, Job, WorkerLostError
 from generator.evaluate.gpu.supervisor import Supervisor
 from generator.problem import Problem
 from generator.result import Result
@@ -121,6 +122,21 @@ def test_values_of_a_config_share_a_block(space: Space, target: Target) -> None:
     assert [row["ratio"] for row in rows] == [round(1.1 + i / 10, 4) for i in range(len(rows))]
     assert all(row["floor_us"] == 10.0 and "stages" not in row["config"] for row in rows)
     assert len({row["value"] for row in rows}) == len(rows)
+
+
+def test_times_are_those_of_the_rounds(space: Space, target: Target) -> None:
+    """The ratio is the middle of 3, 5 and 1; the quotient of the medians is 2."""
+    gpu = fake_gpu()
+    call, rounds = gpu.call, [[1.0, 2.0, 4.0], [3.0, 10.0, 4.0]]
+
+    def timed(job: Job) -> Answer:
+        answer = call(job)
+        block = [rounds[0], *rounds[1:] * len(job.candidates)]
+        return replace(answer, block=block) if job.kind == "interleave" else answer
+
+    gpu.call = timed  # type: ignore[method-assign]
+    for row in rows_of(space, target, gpu):
+        assert (row["us"], row["floor_us"], row["ratio"]) == (4.0, 2.0, 3.0)
 
 
 def test_what_may_not_run_says_why_and_the_others_are_timed(space: Space, target: Target) -> None:

@@ -195,13 +195,16 @@ def test_intervals_of_a_median_are_those_of_the_textbooks(n: int, low: int, high
 def test_gains_are_of_pairs_of_one_round() -> None:
     runs = [
         {"ms": {BASELINE: [10.0, 20.0], "rms_norm": [5.0, 10.0]}, "norm_ms": {BASELINE: 3.0}},
-        {"ms": {BASELINE: [30.0], "rms_norm": [15.0], "quack": [10.0]}},
+        {
+            "ms": {BASELINE: [30.0], "rms_norm": [15.0], "quack": [10.0]},
+            "norm_ms": {BASELINE: 5.0},
+        },
     ]
     document = {"cases": {"llama3_8b,4096,eager": runs, "qwen3_2b,4096,eager": []}}
     (found,) = cases(document)
     assert found.title == "Llama 3 8B, sequences of 4096, eager"
     assert found.gains == {"quack": Gain(3.0, 3.0, 3.0), "rms_norm": Gain(2.0, 2.0, 2.0)}
-    assert (found.baseline_ms, found.norm_ms(BASELINE), found.norm_ms("quack")) == (20.0, 3.0, None)
+    assert (found.baseline_ms, found.norm_ms(BASELINE), found.norm_ms("quack")) == (20.0, 4.0, None)
 
 
 def test_the_plot_has_gains_with_their_intervals(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from generator.problem import Problem
 from generator.report import charts
 from generator.report.collect import summaries
 from generator.report.explain import Explanation
-from generator.report.summary import Standing, Summary, runners_up
+from generator.report.summary import Standing, Summary, bandwidth_share, runners_up
 from generator.result import Result
 from generator.studies.reader import Study
 from generator.studies.records import Record, Winner
@@ -94,6 +94,16 @@ def test_runners_up_are_the_nearest_that_may_win() -> None:
     gaps = [pytest.approx(gap) for gap in (-0.1, 0.1 / 1.1, 0.2)]
     assert runners_up(own) == list(zip(names, gaps, strict=True))
     assert runners_up(study("measured")) == []
+
+
+def test_a_share_of_the_bandwidth_is_of_the_winners_time() -> None:
+    """x and dy are read and dx is written, 8 MiB each: 24 MiB. At 1.2 times the floor's 20 us that
+    is 1.048576 of 4.8 TB/s."""
+    own = study("measured", winner=make_winner(CONFIG, 1.2))
+    assert TARGET.bandwidth == 4.8e12
+    assert bandwidth_share(own) == pytest.approx(1.048576 / 4.8)
+    assert bandwidth_share(study("measured")) is None
+    assert bandwidth_share(replace(own, gpu="unknown")) is None
 
 
 def test_notes_of_healthy_trials_are_no_failures() -> None:
