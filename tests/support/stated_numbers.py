@@ -393,7 +393,7 @@ def hint_on_h100() -> list[str]:
         f" {rotating.hinted:.3f} times the floor with it, and {rotating.plain:.3f} without",
         f"after the flush {cold.hinted:.3f} and {cold.plain:.3f}",
         f"{with_it} of the H100's {every} kernels for tuned shapes have it",
-        f"{rotated} of the {shapes} for the shapes of `compare`, whose finals were held in rotation",
+        f"{rotated} of the {shapes} for the shapes of `compare`, whose finals were held in",
     ]
 
 
