@@ -40,7 +40,7 @@ from generator.studies.records import study_name
 from generator.studies.storage import open_storage
 from generator.studies.study_log import StudyLog
 from generator.target import find_target
-from tests.support.patience import patience
+from tests.support.patience import await_, patience
 from tests.support.samples import plain_variant
 from tests.support.synthetic import LEGAL, PROBLEM, TARGET
 
@@ -57,6 +57,15 @@ def variants() -> list[Variant]:
     return [plain_variant(SHAPE, find_target("h200"), strategy=s) for s in ("atomic", "last_cta")]
 
 
+def stuck_at_first(variant: Variant, arch: str, folder: Path) -> Compiled:
+    """Compile at once what was tried before, and anything else never."""
+    tried = folder / variant.id
+    if not tried.exists():
+        tried.touch()
+        time.sleep(1000)
+    return Compiled(arch, "", b"cubin", {}, "13", False, "")
+
+
 def workers() -> list[int]:
     return [process.pid for process in active_children() if process.pid is not None]
 
@@ -70,6 +79,23 @@ def test_pool_survives_a_worker_that_is_killed_while_it_compiles(pool: CompilePo
         assert pool.result(v, future).error == ""
     again = variants()[0]
     assert pool.result(again, pool.submit(again)).cubin
+
+
+def test_processes_of_a_pool_in_which_one_died_end_with_it(tmp_path: Path) -> None:
+    """They ignore the SIGTERM with which Python's pool would end them, and Python waits for them
+    when it exits: the run would never end."""
+    before = {*active_children()}
+    with CompilePool("sm_90a", 2, tmp_path, compile=stuck_at_first) as pool:
+        jobs = [(v, pool.submit(v)) for v in variants()]
+        await_(lambda: len([*tmp_path.iterdir()]) == 2)
+        # Python's pool has surely seen the one that it started first.
+        first, second = sorted({*active_children()} - before, key=lambda one: one.pid or 0)
+        first.kill()
+        for v, future in jobs:
+            assert pool.result(v, future).error == ""
+        assert pool.result(v, pool.submit(v)).error == ""
+        second.join(patience(10))
+        assert not second.is_alive()
 
 
 def test_a_sigterm_to_the_whole_run_leaves_the_compilers_alive(pool: CompilePool) -> None:
