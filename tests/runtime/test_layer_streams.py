@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
@@ -176,23 +177,21 @@ def test_the_log_says_what_is_joined(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_gpu_joins_what_it_has_kernels_for(monkeypatch: pytest.MonkeyPatch) -> None:
     norm = normforge.rms_norm.__self__  # type: ignore[attr-defined]
-    asked = []
 
-    def explain(*given: Any, **options: Any) -> dict[str, str]:
-        asked.append((given, options))
-        return {"how": "none" if given[1] == 8 else "tuned"}
+    def explain(M: int, N: int, *_: str, offset: bool, residual: str) -> dict[str, str]:
+        return {"how": "tuned" if (N, residual) == (16, "bf16") and offset else "none"}
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(norm._server, "explain", explain)
     monkeypatch.setattr(NormAndAdd, "has_kernel", lambda *_: False)
-    names, dtype = ("a", "b"), torch.bfloat16
+    names = ("a", "b")
     ask = partial(_with_kernels, norm, names)
-    assert ask(torch.ones(8, dtype=dtype), True).kept == ()
-    found = ask(torch.ones(16, dtype=dtype), False)
-    assert (found.behind, found.before, found.kept) == ((), names, names)
-    assert asked[0] == ((1 << 14, 8, "bf16", "bf16"), {"offset": True, "residual": "bf16"})
+    for dtype in (torch.bfloat16, torch.float32):  # FSDP may cast weights
+        found = ask(torch.ones(16, dtype=dtype), True)
+        assert (found.behind, found.before, found.kept) == ((), names, names)
+    assert ask(torch.ones(8), True).kept == ask(torch.ones(16), False).kept == ()
     monkeypatch.setattr(type(norm.forward), "table", None)
-    assert ask(torch.ones(16, dtype=dtype), False).before == ()
+    assert ask(torch.ones(16), False).before == ()
 
 
 # ---- As modules are used -------------------------------------------------------------------------
@@ -224,6 +223,34 @@ def test_compiled_layers_have_no_more_graphs_than_before(kind: Any) -> None:
     (before, wanted), (after, found) = graphs(False), graphs(True)
     assert after == before
     check(found, wanted)
+
+
+def test_a_pass_finds_the_gradients_of_the_stream_in_compiled_layers() -> None:
+    """There autograd adds them, and the operator of the sum takes its own."""
+    found: list[bool] = []
+
+    def backward(module: Any, _: Any) -> Any:
+        normforge.graph_pass("route")(module)
+        nodes = [n for n in module.graph.nodes if "normforge.rms_norm_backward" in str(n.target)]
+        found.extend(node.args[4] is not None for node in nodes)
+        module.recompile()
+        return module
+
+    model = filled(LlamaLayer())
+    normforge.patch(model, fuse=True)
+    wanted = results(model)
+    backend = aot_autograd(fw_compiler=lambda module, _: module, bw_compiler=backward)
+    check(results(torch.compile(model, backend=backend, fullgraph=True)), wanted)
+    assert found == [True, True]
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_exported_layers_have_gradients(strict: bool) -> None:
+    model, x = filled(LlamaLayer()), leaf(B, S, N, seed=7)
+    normforge.patch(model, fuse=True)
+    exported = torch.export.export(model, (leaf(B, S, N),), strict=strict).module()
+    grads = [torch.autograd.grad(f(x).sin().sum(), x)[0] for f in (exported, model)]
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -324,6 +351,20 @@ def test_results_that_are_wider_than_rows_run_as_before() -> None:
     assert found.dtype == torch.float32
     nodes, _ = nodes_of(found)
     assert (nodes[SUM], nodes[STREAM]) == (0, 1)
+
+
+def test_sums_of_two_dtypes_run_as_before() -> None:
+    """Under autocast the stream is fp32, and what is added to it is not."""
+    model, found = filled(LlamaLayer()), []
+    for fuse in (False, True):
+        normforge.patch(model, fuse=fuse)
+        with torch.autocast("cpu", torch.bfloat16):
+            found.append(results(model))
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[1][0].dtype == torch.float32
+    nodes, _ = nodes_of(found[1][0])
+    assert (nodes[SUM], nodes[STREAM], nodes[ALONE]) == (0, 1, 1)
+    check(found[1], found[0], 0.02)
 
 
 def test_norms_with_hooks_are_called() -> None:
