@@ -182,7 +182,7 @@ def test_drawing_ends_when_nothing_is_left(tmp_path: Path) -> None:
 
 
 PROPOSED = 45
-"""Of a search as it is, with as many candidates and trees: more than FIRST of them are random."""
+"""The proposals that a search makes first, more than half of them by the surrogate."""
 
 
 @cache
