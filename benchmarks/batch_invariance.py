@@ -40,13 +40,13 @@ PROCESSES = 4
 class Case:
     """One width and dtype: a whole batch, and its results."""
 
-    def __init__(self, package: Any, N: int, dtype: str) -> None:
+    def __init__(self, package: Any, N: int, dtype: str, device: str = "cuda") -> None:
         self.package, self.N, self.dtype = package, N, dtype
         self.sms = int(package.PROVENANCE["target"]["sms"])
         package.set_sm_margin(0)
         self.M = M = max(4096, min(65536, ELEMENTS // N))
         torch.manual_seed(N)
-        kind: dict[str, Any] = {"device": "cuda", "dtype": TORCH_DTYPE[dtype]}
+        kind: dict[str, Any] = {"device": device, "dtype": TORCH_DTYPE[dtype]}
         self.x, self.dy = torch.randn(M, N, **kind), torch.randn(M, N, **kind)
         self.weight = torch.randn(N, **kind)
         wide, odd = torch.empty(M, N + 64, **kind), torch.empty(M * N + 1, **kind)
@@ -79,7 +79,7 @@ class Case:
         self.package.set_sm_margin(margins[1])
         if count > CHUNK_ROWS:
             cut = start + CHUNK_ROWS * random.randint(1, (count - 1) // CHUNK_ROWS)
-            total = torch.zeros(self.N, device="cuda")
+            total = torch.zeros(self.N, device=rows.device)
             for a, b in ((start, cut), (cut, stop)):
                 into = {"dw_out": total, "accumulate": True}
                 self.backward(self.x[a:b], self.dy[a:b], a, b, **into)

@@ -48,6 +48,8 @@ from normforge.launch.loaded_kernel import LoadedKernel
 from normforge.operations import signature_of
 from normforge.spec import Launch
 
+DEVICE = torch.device("cuda")
+
 
 @dataclass
 class Emulated:
@@ -84,7 +86,7 @@ def place(rows: torch.Tensor, pad: int, misaligned_bytes: int) -> torch.Tensor:
     `misaligned_bytes` behind an aligned address."""
     M, N = rows.shape
     offset = misaligned_bytes // rows.element_size()
-    flat = torch.empty(offset + M * (N + pad), dtype=rows.dtype, device="cuda")
+    flat = torch.empty(offset + M * (N + pad), dtype=rows.dtype, device=DEVICE)
     placed = flat[offset:].view(M, N + pad)[:, :N]
     placed.copy_(rows)
     return placed
@@ -105,12 +107,12 @@ def run_on_gpu(
     def put(name: str, tensor: torch.Tensor) -> torch.Tensor:
         if name in pads:
             return place(tensor, pads[name], layout.misaligned_bytes)
-        return tensor.cuda()
+        return tensor.to(DEVICE)
 
     named = {tensor.name: getattr(inputs, tensor.name) for tensor in signature.inputs}
     given = {name: put(name, tensor) for name, tensor in named.items() if torch.is_tensor(tensor)}
     outputs = {name: put(name, torch.full_like(out, torch.nan)) for name, out in like.items()}
-    workspace = torch.full((launch.workspace_bytes,), 0xFF, dtype=torch.uint8, device="cuda")
+    workspace = torch.full((launch.workspace_bytes,), 0xFF, dtype=torch.uint8, device=DEVICE)
     workspace[: launch.scratch_offset] = 0
     run_rows(kernel, launch, replace(inputs, **given), outputs, workspace)
     torch.cuda.synchronize()

@@ -121,6 +121,7 @@ def _ratios(rows: Sequence[Row], names: Sequence[str]) -> str:
         for name in names
     ]
     best_ratios = [best[1] / row["add_us"] for row in rows if (best := best_peer(row)) is not None]
+    served = len(faster) == len(best_ratios)  # of a row on which ours failed there is no gain
     lines.append(
         [
             "**geometric mean**",
@@ -128,7 +129,7 @@ def _ratios(rows: Sequence[Row], names: Sequence[str]) -> str:
             _number(geometric_mean(map(ratio, rows))),
             *map(_number, means),
             _number(geometric_mean(best_ratios)),
-            f"{_number(geometric_mean(faster))}x",
+            f"{_number(geometric_mean(faster))}x" if served else "-",
         ]
     )
     return _table(head, lines)

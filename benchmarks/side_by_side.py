@@ -69,6 +69,9 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> int:
     folder = args.out.with_name(f"{args.out.stem}_parts")
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / f"{device}.json" for device in devices]
+    if "--resume" not in options:
+        for file in files:  # of an earlier run; a process without time for a shape writes none
+            file.unlink(missing_ok=True)
     with ExitStack() as running:
         processes = []
         for number, device in enumerate(devices):

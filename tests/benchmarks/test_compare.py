@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -16,11 +18,14 @@ from benchmarks.compare import TUNED, main
 from benchmarks.comparison import Comparison, Plan, load_module, load_peers, make_row
 from benchmarks.goals import best_peer, geometric_mean, goals
 from benchmarks.harness import BLOCKS, Cell, Contender, Entrant, ShapeRun, repeats, short_name
+from benchmarks.pages import text as page_text
 from benchmarks.peers import PEERS, choose_peers
 from benchmarks.peers.pytorch import decomposed_backward
 from benchmarks.report import markdown, missing_sentence, plot
 from benchmarks.results import Results, Row, json_text, problem_of, write_json
 from generator.errors import NormforgeError
+from generator.evaluate.verify.determinism import RUNS
+from generator.operations import OPERATIONS
 from generator.operations.rmsnorm_backward import Inputs, make_inputs
 from generator.problem import Problem, load_problems
 from normforge.serve.reference import reference_backward
@@ -154,6 +159,44 @@ def test_the_page_shows_ratios_marks_and_reasons() -> None:
     assert "| ATen | 12.0 | 1.0e-03 | 2.0e-03 | 2 of 2 |" in page
 
 
+def line_of(page: str, begin: str) -> list[str]:
+    (line,) = [line for line in page.splitlines() if line.startswith(f"| {begin}")]
+    return [text.strip() for text in line.strip("|").split("|")][1:]
+
+
+def test_means_have_every_shape_that_a_peer_serves() -> None:
+    """Peers have 2 and 4.5 times the floor, the best of them 2 and 2; ours failed at the second."""
+    some = [row(EVERY[0], 1.25, {"aten": 2.0}), row(EVERY[1], 1.25, {"aten": 4.5, "quack": 2.0})]
+    assert line_of(markdown(ENVIRONMENT, some), "**geometric")[3:] == [
+        *("1.25", "3.00", "2.00", "2.00", "1.60x"),
+    ]
+    some[1]["ours_us"] = None
+    assert line_of(markdown(ENVIRONMENT, some), "**geometric")[3:] == [
+        *("-", "3.00", "2.00", "2.00", "-"),
+    ]
+
+
+def test_qualities_have_the_worst_errors_of_each_dtype() -> None:
+    """The middle of the host's times; of the bits, how often they are known to be the same."""
+    some = [row(problem, peers={}) for problem in EVERY[:3]]
+    some.append(row(next(problem for problem in EVERY if problem.dtype == "fp32"), peers={}))
+    for each, host_us, dx, dw, same in zip(
+        some,
+        (10.0, 14.0, 99.0, 12.0),
+        (1e-3, 3e-3, None, 9e-6),
+        (2e-3, 1e-3, 5e-4, 1e-6),
+        (True, False, None, True),
+        strict=True,
+    ):
+        cells = cell(1.0, host_us=host_us, error_dx=dx, error_dw=dw, deterministic=same)
+        each["peers"]["aten"] = cells
+        each |= {f"ours_{key}": cells[key] for key in ("error_dx", "error_dw", "deterministic")}
+    page = markdown(ENVIRONMENT, some)
+    wanted = ["3.0e-03", "2.0e-03", "9.0e-06", "1.0e-06", "2 of 3"]
+    assert line_of(page, "ATen |") == ["13.0", *wanted]
+    assert line_of(page, "ours |") == ["12.0", *wanted]
+
+
 def test_nothing_is_said_about_missing_peers_when_none_is_missing() -> None:
     assert missing_sentence({}) == ""
 
@@ -273,24 +316,39 @@ def test_the_page_is_drawn_from_a_file_without_a_gpu(
     assert main(["--render", "--out", str(tmp_path / "none.json")]) == 2
 
 
-def test_the_plot_has_those_that_ran_at_most_shapes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A peer that tunes itself at few shapes would have a mean over other shapes."""
-    axes = pytest.importorskip("matplotlib.axes").Axes
-    barh, bars = axes.barh, []
-
-    def recorded(self: Any, labels: list[str], *args: Any, **kwargs: Any) -> Any:
-        bars.extend(labels)
-        return barh(self, labels, *args, **kwargs)
-
-    monkeypatch.setattr(axes, "barh", recorded)
-    some = rows()
-    some[0]["peers"]["quack_tuned"] = some[0]["peers"]["quack"]
-    assert plot(ENVIRONMENT, some, tmp_path / "h200.svg") == ""
+def test_the_plot_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert plot(ENVIRONMENT, rows(), tmp_path / "h200.svg") == ""
     assert "<svg" in (tmp_path / "h200.svg").read_text()
-    number = len(some)
-    assert bars == [f"{name} ({number})" for name in ("Normforge", "QuACK", "ATen")]
+
+
+def test_the_plot_has_those_that_ran_at_most_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that tunes itself at few shapes would have a mean over other shapes. Means are
+    geometric, fastest first; dots are the shapes in bf16, and nobody is drawn at a shape where it
+    failed, or where the weight has another dtype."""
+    pyplot, bars, dots = MagicMock(), MagicMock(), MagicMock()
+    pyplot.subplots.return_value = MagicMock(), (bars, dots)
+    monkeypatch.setattr(page_text, "pyplot", lambda: pyplot)
+    shapes = ("1024x256:bf16", "2048x256:bf16", "4096x256:fp32", "4096x256:bf16:fp32")
+    ours, aten = (1.0, 4.0, 2.0, 9.0), (3.0, None, 12.0, 1.0)
+    some = [
+        row(Problem.parse(shape), ratio, {"quack": 1.5}) | {"add_us": 10.0}
+        for shape, ratio in zip(shapes, ours, strict=True)
+    ]
+    for each, own, other in zip(some, ours, aten, strict=True):
+        each["ours_us"] = 10.0 * own
+        each["peers"] = {"quack": cell(15.0), "aten": cell(other and 10.0 * other)}
+    some[0]["peers"]["quack_tuned"] = cell(1.0)
+    assert plot(ENVIRONMENT | {"harness": {"condition": "rotation"}}, some, Path("x.svg")) == ""
+    figure = pyplot.subplots.return_value[0]
+    assert figure.suptitle.call_args.args == ("RMSNorm backward on NVIDIA H200, rotation",)
+    labels, means = bars.barh.call_args.args
+    assert labels == ["QuACK (3)", "Normforge (3)", "ATen (2)"]
+    assert means == pytest.approx([1.5, 2.0, 6.0])
+    drawn = [list(zip(*call.args[:2], strict=True)) for call in dots.plot.call_args_list]
+    small, large = 1024 * 256, 2048 * 256
+    wanted = [[(small, 3.0)], [(small, 1.0), (large, 4.0)], [(small, 1.5), (large, 1.5)]]
+    assert drawn == wanted, "the fastest one last, and so on top"
 
 
 def test_a_folder_without_a_package_is_refused(tmp_path: Path) -> None:
@@ -368,11 +426,61 @@ def not_a_number(inputs: Inputs) -> Any:
     return run
 
 
-def test_repeats_compares_bits_and_restores_an_overwritten_dy() -> None:
+def test_an_overwritten_dy_is_restored_before_each_run() -> None:
     inputs = make_inputs(Problem.parse("16x64:bf16"), torch.device("cpu"))
-    assert repeats(Entrant(Contender(good), inputs))
     assert repeats(Entrant(Contender(in_place, overwrites_dy=True), inputs))
-    assert not repeats(Entrant(Contender(restless), inputs))
+
+
+@pytest.mark.parametrize("output", ["dx", "dw"])
+@pytest.mark.parametrize("other", [0, 1, RUNS - 1])
+@pytest.mark.parametrize("reuses", [False, True])
+def test_one_bit_in_one_run_is_seen(output: str, other: int, reuses: bool) -> None:
+    """Also of one that writes into the same tensors in every call."""
+    inputs = make_inputs(Problem.parse("16x64:bf16"), torch.device("cpu"))
+    made, kept, calls = good(inputs)(), good(inputs)(), count()
+
+    def run() -> tuple[torch.Tensor, ...]:
+        outputs = kept if reuses else tuple(out.clone() for out in made)
+        for out, right in zip(outputs, made, strict=True):
+            out.copy_(right)
+        if next(calls) == other:
+            outputs[output == "dw"].view(torch.int16).view(-1)[-1] ^= 1
+        return outputs
+
+    assert not repeats(Entrant(Contender(lambda inputs: run), inputs))
+    assert repeats(Entrant(Contender(lambda inputs: run), inputs)), "later ones are all the same"
+
+
+@pytest.mark.parametrize(
+    ("operation", "place", "error"),
+    [
+        # 2^-3 of the whole output.
+        ("rmsnorm_backward", 0, {"dx": 0.125, "dw": 0.0}),
+        ("rmsnorm_backward", 1, {"dx": 0.0, "dw": 0.125}),
+        # Of LayerNorm's two sums, which are judged as one, the second one alone.
+        ("layernorm_backward", 2, {"dx": 0.0, "dw": None}),
+    ],
+)
+def test_an_error_is_that_of_its_output(
+    monkeypatch: pytest.MonkeyPatch, operation: str, place: int, error: dict[str, float | None]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    problem = Problem.parse("16x64:fp32", operation)
+    share = []
+
+    def off(inputs: Inputs) -> Any:
+        exact = OPERATIONS[operation].bounds(problem, inputs)
+        dx, dw = (exact[name].reference.float() for name in ("dx", "dw"))
+        outputs = [dx, *dw.split(problem.N)]
+        share.append(float(outputs[-1].norm() / dw.norm()))
+        outputs[place] = outputs[place] * 1.125
+        return lambda: tuple(outputs)
+
+    run = ShapeRun(problem, {"off": Contender(off)}, CpuTimer())  # type: ignore[arg-type]
+    run.run()
+    wanted = {name: 0.125 * share[0] if of is None else of for name, of in error.items()}
+    found = {"dx": run.cells["off"].error_dx, "dw": run.cells["off"].error_dw}
+    assert found == pytest.approx(wanted, rel=1e-5, abs=1e-6)
 
 
 def test_a_contender_that_fails_gets_its_reason_and_the_others_go_on(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -24,6 +25,7 @@ from generator.evaluate.gpu.timer import Timer
 from generator.evaluate.gpu.workload import Workload
 from generator.operations.rmsnorm_backward import Inputs
 from generator.problem import Problem
+from tests.support.named_times import NamedTimes, NamedWorkload
 
 
 @pytest.fixture
@@ -143,6 +145,39 @@ def test_ratios_are_those_within_a_round() -> None:
         "us": {"floor": 20.0, "ours": 22.0},
         "over_floor": {"floor": 1.0, "ours": 1.1},
     }
+
+
+def test_a_row_has_both_hints_and_the_peers_that_serve_under_every_condition(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The number of a condition is the microseconds that it adds to everybody."""
+    log: list[str] = []
+    workload = NamedWorkload(log, "inputs")
+    alone = {"floor": 2.0, "default": 4.0, "evict_last": 3.0, "serves": 5.0}
+    timers: Any = {
+        name: NamedTimes(log, {who: [us + more] for who, us in alone.items()}, 1 + 2 * (more == 3))
+        for more, name in enumerate(CONDITIONS)
+    }
+
+    def refuses(inputs: object) -> Any:
+        raise RuntimeError("planted")
+
+    made: list[dict[str, object]] = []
+    monkeypatch.setattr(flushes, "bench_of", lambda own, config, target: config["load_hint"])
+    monkeypatch.setattr(flushes, "check_bits", lambda own, benches: made.append(dict(benches)))
+    monkeypatch.setattr(flushes, "cubin_of", lambda problem, config, _: config["load_hint"])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    session: Any = SimpleNamespace(workload=lambda problem: workload)
+    peers: Any = {"serves": lambda inputs: workload.saying("serves"), "refuses": refuses}
+    given: Any = (Problem.parse("6x16:bf16"), {"load_hint": "default"}, None, peers)
+    row = flushes.measure_shape(session, timers, *given)
+    assert made == [{hint: hint for hint in HINTS}], "equal bits are asked for"
+    assert (row["hint"], row["cubins"]) == ("default", {hint: hint for hint in HINTS})
+    for more, name in enumerate(CONDITIONS):
+        assert row[name]["sets"] == timers[name].number
+        assert row[name]["us"] == {who: us + more for who, us in alone.items()}
+        ratios = {who: round((us + more) / (2.0 + more), 4) for who, us in alone.items()}
+        assert row[name]["over_floor"] == ratios
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from benchmarks import host_against, host_time
 from generator.operations import LAYERNORM_BACKWARD, RMSNORM_BACKWARD
 from generator.problem import Problem
 from tests.support.entry_points import aten_on_cpu, write_layer_norm_package, write_package
+from tests.support.fake_clock import FakeClock
 
 
 class FakePackage:
@@ -78,9 +80,73 @@ def test_native_lines_of_install_are_those_of_the_native_package() -> None:
     assert seen == {(names[0], True, False), (names[1], False, True), (names[2], False, False)}
 
 
+def test_a_time_is_that_of_the_call_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty call's time is taken off, of PyTorch's calls as well; batches begin with an idle GPU
+    and without the first calls, which take longer."""
+    clock = FakeClock(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "synchronize", clock.operation("wait", 500.0))
+    monkeypatch.setattr(host_time.time, "perf_counter_ns", lambda: 1e3 * clock.now)
+    monkeypatch.setattr(host_time, "_nothing", clock.operation("nothing", 2.0))
+    for name in ("PASSES", "BATCHES"):
+        monkeypatch.setattr(host_time, name, 1)
+
+    def call(name: str, us: float) -> Any:
+        return lambda: clock.run(name, us if clock.log.count(name) >= 20 else 1e6)
+
+    lines = {"rmsnorm_backward": 9.0, "aten op": 12.0}
+    package: Any = FakePackage()
+    found = host_time.host_us({name: call(name, us) for name, us in lines.items()}, package)
+    assert found == {"rmsnorm_backward": [pytest.approx(7.0)], "aten op": [pytest.approx(10.0)]}
+
+
 def test_ratios_are_of_one_pass() -> None:
     times = {"rmsnorm_backward": [1.0, 4.0], "aten op": [2.0, 16.0], "other": [0.0, 0.0]}
     assert host_time.ratios(times) == {"rmsnorm_backward / aten op": [0.5, 0.25]}
+
+
+@pytest.mark.parametrize("refused", ["", "no compiler"])
+def test_a_document_has_the_middle_of_the_passes(
+    monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    """A ratio is the middle of those of the passes: 0.5, 0.9 and 0.25; natively 0.25, 0.2, 0.4."""
+    times = {
+        "rmsnorm_backward": [4.0, 9.0, 5.0],
+        "rmsnorm_backward, native": [2.0, 2.0, 8.0],
+        "aten op": [8.0, 10.0, 20.0],
+    }
+    made: list[Any] = []
+
+    class Package:
+        def __init__(self, of: Path, name: str) -> None:
+            self.name = name
+            made.append(self)
+
+        def use_native(self) -> None:
+            assert self.name == "native"
+            if refused:
+                raise RuntimeError(refused)
+
+        def explain(self, *shape: object) -> dict[str, str]:
+            return {"kernel": "k"}
+
+    def timed(calls: Any, package: Package, native: Package | None) -> dict[str, list[float]]:
+        assert [package, native] == made
+        return {name: times[name] for name in calls}
+
+    one: Any = SimpleNamespace(make_inputs=lambda *_: None)
+    monkeypatch.setattr(host_time, "operation_of", lambda problem: one)
+    monkeypatch.setattr(host_time, "this_machine", dict)
+    monkeypatch.setattr(host_time, "Package", Package)
+    lines = {"rmsnorm_backward": print, "aten op": print}
+    monkeypatch.setattr(host_time, "whole_calls", lambda *_: dict(lines))
+    monkeypatch.setattr(host_time, "entry_points", lambda *_: {"rmsnorm_backward": print})
+    monkeypatch.setattr(host_time, "host_us", timed)
+    found = host_time.run(Path(), Problem.parse("4096x256:bf16"))
+    native = {} if refused else {"rmsnorm_backward, native": 2.0}
+    assert found["whole calls"] == {"rmsnorm_backward": 5.0, "aten op": 10.0, **native}
+    ratios = {"rmsnorm_backward / aten op": 0.5, "rmsnorm_backward, native / aten op": 0.25}
+    assert found["ratios"] == dict([*ratios.items()][: 1 + bool(native)])
+    assert found.get("native refused", "") == refused
 
 
 def test_lines_of_rms_norm_run(tmp_path: Path) -> None:

@@ -30,7 +30,9 @@ class Session:
 
     def workload(self, problem: Problem) -> Any:
         return SimpleNamespace(
-            floor_bytes=1, bench=self._bench, operations=lambda benches, sets: [2.0, *benches]
+            floor_bytes=1,
+            bench=self._bench,
+            operations=lambda benches, sets: [[us] * sets for us in (2.0, *benches)],
         )
 
     def _bench(self, candidate: Candidate) -> float:
@@ -39,8 +41,9 @@ class Session:
 
 
 def timer(factor: float, sets: int) -> Any:
-    def block(operations: Sequence[float], rounds: int) -> list[list[float]]:
-        return [[factor * us * (1 + place) for place in range(rounds)] for us in operations]
+    def block(operations: Sequence[list[float]], rounds: int) -> list[list[float]]:
+        assert all(len(operation) == sets for operation in operations), "a call for each set"
+        return [[factor * us * (1 + place) for place in range(rounds)] for us, *_ in operations]
 
     return SimpleNamespace(sets=lambda nbytes: sets, block=block)
 

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.pages import both_conditions, comparison, invariance, performance, training
 from benchmarks.training.summary import Gain
-from tests.support.hand_made import compared, comparison_of, tuned, use, write
+from tests.support.hand_made import cells, compared, comparison_of, tuned, use, write
 
 FLUSHES = ("present", "writes", "clean", "rotating")
 A, B, C = "4096x256:bf16", "4096x512:bf16", "16384x1024:bf16"
@@ -20,12 +20,6 @@ A, B, C = "4096x256:bf16", "4096x512:bf16", "16384x1024:bf16"
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     use(monkeypatch, tmp_path)
     return tmp_path
-
-
-def cells(page: str, row: str) -> list[str]:
-    """Return the cells of the one line of a table that begins so."""
-    (line,) = [line for line in page.splitlines() if line.startswith(f"| {row}")]
-    return [cell.strip() for cell in line.strip("| ").split("|")][1:]
 
 
 def three_shapes() -> dict[str, Any]:

@@ -11,39 +11,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks import forward
 from benchmarks.comparison import FUNCTIONS, Comparison, Plan
 from benchmarks.harness import Contender, Entrant
-from benchmarks.peers import libraries, pytorch
+from benchmarks.peers import PEERS, libraries, pytorch
 from benchmarks.peers.cudnn_plans import CudnnGraph
 from generator.operations import OPERATIONS
 from generator.operations.rmsnorm_backward import Inputs
+from generator.operations.rmsnorm_forward import EPS, make_inputs
 from generator.problem import RMSNORM_BACKWARD, Problem
 from tests.support.entry_points import aten_on_cpu
+from tests.support.operators import operators_of
 
 LAYERNORM = "layernorm_backward"
 TIMER: Any = SimpleNamespace(device=torch.device("cpu"))
-
-
-class Operators(TorchDispatchMode):
-    """Names of the operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ran: list[str] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> object:
-        self.ran.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-def operators_of(call: Callable[[], object]) -> list[str]:
-    with Operators() as seen:
-        call()
-    return seen.ran
 
 
 def inputs_of(operation: str = RMSNORM_BACKWARD) -> Inputs:
@@ -172,6 +154,22 @@ def test_inductor_is_called_with_the_tensors_themselves(monkeypatch: pytest.Monk
     same(seen.calls[0], (i.dy, i.x, i.rstd, i.weight))
 
 
+@pytest.mark.parametrize("operation", PEERS)
+def test_tuned_inductor_searches_as_long_as_it_can(
+    monkeypatch: pytest.MonkeyPatch, operation: str
+) -> None:
+    """The options are those of torch.compile's mode. It compiles for each shape anew and keeps no
+    choice of another process, which shared its GPU."""
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch, "compile", lambda _, **given: asked.append(given))
+    for peer in PEERS[operation]:
+        if peer.name in ("inductor", "inductor_max"):
+            peer.load(TIMER)
+    fresh = {"autotune_local_cache": False}
+    most = {"max_autotune": True, "coordinate_descent_tuning": True}
+    assert asked == [{"dynamic": False, "options": options} for options in (fresh, most | fresh)]
+
+
 def test_cudnn_allocates_its_results_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     i, packs = inputs_of(), []
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
@@ -186,6 +184,31 @@ def test_cudnn_allocates_its_results_alone(monkeypatch: pytest.MonkeyPatch) -> N
     graph.like = lambda inputs: [inputs.x, inputs.weight]
     assert operators_of(graph.call(0, i)) == ["empty_like", "empty_like"]
     same([packs[0][name] for name in graph.given], (i.dy, i.x, i.weight, i.rstd))
+
+
+def test_forwards_get_the_tensors_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is timed beside our forward has as much to do, and nothing more."""
+    i = make_inputs(Problem.parse("6x16:bf16+residual"), torch.device("cpu"))
+    given = (i.x, i.weight)
+    seen = {name: Recorder() for name in ("ours", "liger", "quack", "aten", "inductor", "cudnn")}
+    modules: Any = {
+        "liger_kernel__ops__rms_norm": {"rms_norm_forward": seen["liger"]},
+        "quack__rmsnorm": {"rmsnorm_fwd": seen["quack"]},
+    }
+    monkeypatch.setattr(torch.ops.aten, "_fused_rms_norm", seen["aten"])
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: seen["inductor"])
+    monkeypatch.setattr(forward, "cudnn_forward", lambda *_: seen["cudnn"])
+    with library(monkeypatch, **modules):
+        makes = forward.contenders(seen["ours"], i, TIMER)  # type: ignore[arg-type]
+        calls = {name: make() for name, make in makes.items()}
+    assert [name for name, call in calls.items() if operators_of(call)] == []
+    for recorder in (seen["ours"], seen["liger"], seen["quack"], seen["inductor"]):
+        same(recorder.calls[0][:2], given)
+    same((seen["aten"].calls[0][0], seen["aten"].calls[0][2]), given)
+    assert seen["ours"].calls[0][2:] == (EPS,)
+    assert seen["ours"].calls[1][2:4] == (EPS, 0.0) and seen["ours"].calls[1][4] is i.residual
+    assert seen["quack"].calls[0][2:] == (EPS, True), "rstd is stored, as ours is"
+    assert seen["cudnn"].calls == [()]
 
 
 @pytest.mark.parametrize("operation", FUNCTIONS)

@@ -18,6 +18,7 @@ from pathlib import Path
 parser = ArgumentParser()
 for name in ("shapes", "out", "condition"):
     parser.add_argument(f"--{name}", required=True)
+parser.add_argument("--resume", action="store_true")
 args = parser.parse_args()
 gpu = os.environ["CUDA_VISIBLE_DEVICES"]
 environment = {"uuid": f"GPU-{gpu}", "date": "1", "condition": args.condition}
@@ -72,6 +73,17 @@ def test_what_is_left_is_an_exit_code_and_failure_joins_nothing(
     assert run("0,1", "nothing", *GIVEN) == 2
     assert not (folder / "all.json").exists()
     assert "nothing failed on GPU 1: it says why above" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_rows_of_an_earlier_run_are_joined_only_on_request(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, resume: bool
+) -> None:
+    assert run("0,1", "nothing", *GIVEN) == 0
+    monkeypatch.setenv("WITHOUT", "1")
+    assert run("0,1", "nothing", *GIVEN, *["--resume"] * resume) == 0
+    gpus = {row["uuid"] for row in read_json(folder / "all.json")["rows"]}
+    assert gpus == ({"GPU-0", "GPU-1"} if resume else {"GPU-0"})
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import stress
 from benchmarks.stress import SANITIZED_ROWS, sanitize
@@ -18,6 +23,7 @@ from generator.kernels.strategies import STRATEGIES, strategy_of
 from generator.kernels.variant import Variant
 from generator.paths import template_named
 from normforge.spec import plan_launch
+from tests.support.fake_clock import FakeClock
 from tests.support.packages import H200
 
 ORDERS = re.compile(
@@ -104,6 +110,122 @@ def test_a_tool_that_is_not_installed_or_does_not_end_is_said(
     program.chmod(0o755)
     monkeypatch.setattr(stress.shutil, "which", lambda name: str(program))
     assert set(sanitize([], 0.2)[0].values()) == {"stopped after 0 s"}
+
+
+CLEAN = "ERROR SUMMARY: 0 errors"
+
+
+@pytest.mark.parametrize(
+    ("differing", "faults", "said", "code"),
+    [
+        ((0, 5), ("", ""), CLEAN, 0),
+        ((1, 5), ("", ""), CLEAN, 1),
+        ((0, 0), ("", ""), CLEAN, 1),  # the planted bug does not show
+        ((0, 5), ("wrote outside", ""), CLEAN, 1),
+        ((0, 5), ("", ""), "ERROR SUMMARY: 10 errors", 1),
+        ((0, 5), ("", ""), "compute-sanitizer is not installed", 1),
+    ],
+)
+def test_only_quiet_kernels_and_seen_bugs_end_well(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    differing: tuple[int, int],
+    faults: tuple[str, str],
+    said: str,
+    code: int,
+) -> None:
+    found = [SimpleNamespace(planted=planted, label="") for planted in ("", "no fence")]
+    launches, sanitized = [], []
+
+    def disturb(session: Any, kernel: Any, count: int) -> dict[str, Any]:
+        place = found.index(kernel)
+        launches.append(count)
+        of = {"differing": differing[place], "fault": faults[place]}
+        return {"planted": kernel.planted, "launches": count, **of}
+
+    def sanitizer(kernels: Any, seconds: float) -> Any:
+        sanitized.extend(kernels)
+        return {**dict.fromkeys(stress.TOOLS, CLEAN), "racecheck": said}, {}
+
+    monkeypatch.setattr(stress, "open_gpu", lambda: (SimpleNamespace(facts={}), H200))
+    monkeypatch.setattr(stress, "machine", lambda facts: {})
+    monkeypatch.setattr(stress, "kernels", lambda target, seed: found)
+    monkeypatch.setattr(stress, "disturb", disturb)
+    monkeypatch.setattr(stress, "sanitize", sanitizer)
+    out = tmp_path / "out.json"
+    assert stress.main(["--out", str(out), "--launches", "7"]) == code
+    assert len(json.loads(out.read_text())["rows"]) == 2
+    assert launches == [7, 7], "of the real kernels, here one"
+    assert sanitized == found[:1]
+
+
+class FakeBench:
+    """Two outputs, which the runner writes. poisoned: they hold nothing of the last launch."""
+
+    def __init__(self, runner: Any, outputs: Any, device: Any) -> None:
+        self.runner, self.outputs = runner, outputs
+
+    def arm(self) -> None: ...
+
+    def poison(self) -> None:
+        for out in self.outputs.values():
+            out.inside.fill_(0xFF)
+
+    def run(self, inputs: str) -> None:
+        assert inputs == "cancelling"
+        self.runner(self.outputs)
+
+    def bits(self) -> dict[str, torch.Tensor]:
+        return {name: out.inside.clone() for name, out in self.outputs.items()}
+
+    def fault(self) -> str:
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("wrong", "differing"),
+    [
+        (lambda launch, name: [1, 1], 0),
+        (lambda launch, name: [1, 2] if launch in (2, 5) and name == "dw" else [1, 1], 2),
+        (lambda launch, name: [2, 2] if launch == 3 else [1, 1], 1),
+        (lambda launch, name: [] if launch == 7 else [1, 1], 1),
+        (lambda launch, name: [1] if name == "dx" else [1, 1], 8),
+    ],
+    ids=["none", "one output", "both outputs", "nothing written", "one element never written"],
+)
+def test_a_launch_with_other_bits_counts_once(
+    monkeypatch: pytest.MonkeyPatch, wrong: Any, differing: int
+) -> None:
+    FakeClock(monkeypatch)
+    monkeypatch.setattr(stress, "Bench", FakeBench)
+    launches = count()
+
+    def plain(outputs: Any) -> None:
+        for out in outputs.values():
+            out.inside.fill_(1)
+
+    def delayed(outputs: Any) -> None:
+        launch = next(launches)
+        for name, out in outputs.items():
+            written = wrong(launch, name)
+            out.inside[: len(written)] = torch.tensor(written, dtype=torch.uint8)
+
+    def outputs() -> Any:
+        names = ("dx", "dw")
+        return {n: SimpleNamespace(inside=torch.ones(2, dtype=torch.uint8)) for n in names}
+
+    workload = SimpleNamespace(
+        cancelling="cancelling",
+        device=torch.device("cpu"),
+        bench=lambda candidate: FakeBench(candidate, outputs(), None),
+        new_outputs=outputs,
+    )
+    session: Any = SimpleNamespace(workload=lambda problem: workload)
+    said = dict.fromkeys(("strategy", "pipeline", "cluster", "planted"), "")
+    problem = next(iter(PROBLEMS))
+    kernel: Any = SimpleNamespace(plain=plain, delayed=delayed, problem=problem, **said)
+    row = stress.disturb(session, kernel, 9)
+    assert (row["launches"], row["differing"], next(launches)) == (8, differing, 8)
 
 
 @pytest.mark.slow

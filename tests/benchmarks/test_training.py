@@ -9,16 +9,18 @@ from itertools import pairwise, permutations
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.pages import text as page_text
 from benchmarks.training import __main__ as command
 from benchmarks.training import model, ways
 from benchmarks.training.ranges import RANGE, in_ranges
 from benchmarks.training.steps import Case, Steps
-from benchmarks.training.summary import Gain, cases
+from benchmarks.training.summary import Gain, cases, plot
 from benchmarks.training.ways import BASELINE, Named, Way
 from tests.support.fake_clock import FakeClock
 
@@ -50,6 +52,22 @@ def test_gradients_of_all_ways_agree(case: str) -> None:
         for gradient, reference in zip(found.gradients(), expected, strict=True):
             distance = (gradient.float() - reference.float()).norm()
             assert distance < 0.02 * reference.float().norm()
+
+
+@pytest.mark.parametrize("mode", ways.MODES)
+def test_what_is_timed_as_compiled_is_one_graph(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    """Otherwise what cannot be compiled would be timed as if it were."""
+    seen: list[tuple[object, bool]] = []
+
+    def compiled(function: Any, *, backend: object, fullgraph: bool = False) -> Any:
+        seen.append((backend, fullgraph))
+        return function
+
+    some = {BASELINE: Named("", Way), "own": Named("", lambda: Way(backend=compiled))}
+    monkeypatch.setattr("benchmarks.training.steps.WAYS", some)
+    monkeypatch.setattr(torch, "compile", compiled)
+    assert steps(f"small,32,{mode}").calls.keys() == some.keys()
+    assert seen == ([("inductor", True), (compiled, True)] if mode != "eager" else [])
 
 
 def test_a_block_normalises_queries_and_keys_only_where_the_model_does() -> None:
@@ -184,6 +202,30 @@ def test_gains_are_of_pairs_of_one_round() -> None:
     assert found.title == "Llama 3 8B, sequences of 4096, eager"
     assert found.gains == {"quack": Gain(3.0, 3.0, 3.0), "rms_norm": Gain(2.0, 2.0, 2.0)}
     assert (found.baseline_ms, found.norm_ms(BASELINE), found.norm_ms("quack")) == (20.0, 3.0, None)
+
+
+def test_the_plot_has_gains_with_their_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of six pairs the interval goes from the least to the most."""
+    pyplot, axes = MagicMock(), MagicMock()
+    pyplot.subplots.return_value = MagicMock(), axes
+    monkeypatch.setattr(page_text, "pyplot", lambda: pyplot)
+    base = [100.0, 101.0, 102.0, 104.0, 105.0, 110.0]
+    ours = {"ms": {BASELINE: base, "rms_norm": [100.0] * 6}}
+    both = {"ms": {**ours["ms"], "quack": [50.0] * 6}}
+    found = {"llama3_8b,4096,eager": [ours], "qwen3_2b,4096,eager": [both]}
+    assert plot({"cases": found, "environment": {"gpu": "GPU"}}, Path("x.svg")) == ""
+    titles = [case.title for case in cases({"cases": found})]
+    assert axes.set_yticks.call_args.args == (range(2), titles)
+    drawn = {call.kwargs["label"]: call for call in axes.errorbar.call_args_list}
+    own, quack = drawn[ways.WAYS["rms_norm"].title.replace("`", "")], drawn["QuACK"]
+    assert own.args[0] == pytest.approx([1.03, 1.03])
+    assert [pytest.approx([0.03] * 2), pytest.approx([0.07] * 2)] == own.kwargs["xerr"]
+    # 100 to 110 of 50, at the row of its case alone.
+    assert quack.args[0] == pytest.approx([2.06])
+    assert [pytest.approx([0.06]), pytest.approx([0.14])] == quack.kwargs["xerr"]
+    assert [round(row) for row in quack.args[1]] == [
+        place for place, title in enumerate(titles) if "Qwen" in title
+    ]
 
 
 def test_resume_refuses_a_file_of_another_machine(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks import untuned
+from benchmarks.gpu import BLOCKS
 from benchmarks.untuned import draw, kernels, named
 from generator.errors import ProblemError
 from generator.paths import GENERATED
@@ -20,9 +21,11 @@ from generator.target import find_target
 from normforge.api import Package
 from normforge.table import Table
 from tests.support.fake_supervisor import FakeSupervisor
+from tests.support.named_times import NamedTimes, NamedWorkload
 
 COMMITTED = GENERATED / "h200" / "rmsnorm_backward"
 TARGET = find_target("h200")
+DTYPES = ("bf16", "fp16", "fp32")
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +51,21 @@ def test_drawn_shapes_are_new_and_the_same_for_the_same_seed(package: Package) -
     assert min(problem.M for _, problem in cases) < 64 < 10_000 < max(p.M for _, p in cases)
 
 
+def test_no_drawn_shape_is_tuned_where_most_are() -> None:
+    """Every other one would be, if nobody looked: of all dtypes the lengths that are multiples of
+    64, and up to 4096 rows of the shortest, are tuned."""
+    entries = [
+        SimpleNamespace(M=1, N=N, dtype=dtype) for N in range(128, 16385, 64) for dtype in DTYPES
+    ]
+    few = [SimpleNamespace(M=M, N=256, dtype=dtype) for M in range(1, 4097) for dtype in DTYPES]
+    some: Any = SimpleNamespace(table=SimpleNamespace(tuned=entries))
+    drawn = draw(some, 0, 30, seed=0)
+    assert [problem for _, problem in drawn if problem.N % 64 == 0] == []
+    some.table.tuned = few
+    drawn = draw(some, 30, 0, seed=0)
+    assert all(problem.N == 256 and problem.M > 4096 for _, problem in drawn)
+
+
 def test_given_shapes_say_what_of_them_is_unknown(package: Package) -> None:
     cases = named(package, "1205x3072:bf16,68240x3890:bf16")
     assert [(kind, str(p)) for kind, p in cases] == [
@@ -70,6 +88,42 @@ def test_row_names_the_kernel_of_the_module_and_the_found_one(
     else:
         files = [kernel.file for kernel in Table.load(COMMITTED).kernels()]
         assert row["ours_kernel"] in files
+
+
+def test_a_row_has_ours_over_the_floor_the_tuned_kernel_and_aten(
+    package: Package, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ratios are those of one round: over the floor 1, 5 and 4, over the tuned kernel 3, 2 and 0.5,
+    over ATen 0.5, 1 and 0.25. The quotients of the medians are others."""
+    log: list[str] = []
+    inputs = SimpleNamespace(dy="dy", x="x", rstd="rstd", weight="weight")
+    workload = NamedWorkload(log, inputs)
+    times = {
+        "ours": [3.0, 10.0, 4.0],
+        "floor": [3.0, 2.0, 1.0],
+        "tuned": [1.0, 5.0, 8.0],
+        "aten": [6.0, 10.0, 16.0],
+    }
+
+    def backward(*given: str) -> None:
+        assert given == ("dy", "x", "rstd", "weight")
+        log.append("ours")
+
+    module: Any = SimpleNamespace(table=package.table, rmsnorm_backward=backward)
+    tuned = SimpleNamespace(run=workload.saying("tuned"))
+    monkeypatch.setattr(untuned, "bench_of", lambda own, config, target: tuned)
+    monkeypatch.setattr(untuned, "aten", lambda inputs: workload.saying("aten"))
+    timer = NamedTimes(log, times)
+    session: Any = SimpleNamespace(workload=lambda problem: workload, timer=timer)
+    winner: Any = SimpleNamespace(variant="v", config={"stages": 3})
+    row = untuned.compare(Problem.parse("7x1024:bf16"), winner, module, session, TARGET)
+    assert timer.blocks == [["floor", "ours", "tuned", "aten"]] * BLOCKS
+    assert {name: row[f"{name}_us"] for name in times} == {
+        **{"ours": 4.0, "floor": 2.0, "tuned": 5.0, "aten": 10.0},
+    }
+    over = {name: row[f"ours_over_{name}"] for name in ("floor", "tuned", "aten")}
+    assert over == {"floor": 4.0, "tuned": 2.0, "aten": 0.5}
+    assert (row["tuned"], row["tuned_config"]) == ("v", {"stages": 3})
 
 
 def run(

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from generator.evaluate.gpu.evaluator import MeasuredEvaluator
 from generator.evaluate.gpu.noise import collect, noise_in
-from generator.evaluate.gpu.protocol import Candidate
+from generator.evaluate.gpu.protocol import Candidate, Job
+from generator.evaluate.gpu.rotation import FLUSH, ROTATION
 from generator.evaluate.gpu.session import Session
 from generator.evaluate.verify import accuracy
 from generator.evaluate.verify.accuracy import check_accuracy, compare
@@ -35,6 +37,7 @@ from tests.support.fake_driver import SPEC
 CPU = torch.device("cpu")
 PROBLEM = Problem.parse("24x40:bf16")
 INPUTS = RMSNORM_BACKWARD.make_inputs(PROBLEM, CPU)
+CANCELLING = RMSNORM_BACKWARD.make_cancelling(PROBLEM, INPUTS)
 SIGNATURE = signature_of(PROBLEM.operation)
 Mistake = Callable[[dict[str, Any]], None]
 
@@ -109,40 +112,94 @@ def test_a_mistake_in_one_call_option_is_found_and_named(name: str) -> None:
     assert said in check_call_options(bench(mistake), INPUTS, SIGNATURE)
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_in_one_call_option_is_wrong_and_not_nondeterministic(name: str) -> None:
-    session = object.__new__(Session)
-    session.disturbance = lambda i: None  # type: ignore[assignment]
+def found_by(
+    session: Session, kind: str, mistake: Mistake, around: Callable[[int], None] = lambda i: None
+) -> Result:
+    """The result of a session's job of this kind. around: what disturbs runs in the finals."""
+    session.disturbance = around  # type: ignore[assignment]
+    session.timer = cast(Any, SimpleNamespace(block=lambda *_: [[2.0] * 15, [3.0] * 15]))
     workload: Any = SimpleNamespace(
         operation=RMSNORM_BACKWARD,
-        **{"inputs": INPUTS, "cancelling": INPUTS, "bench": lambda c: bench(MISTAKES[name][0])},
+        **{"inputs": INPUTS, "cancelling": CANCELLING, "bench": lambda c: bench(mistake)},
         expected=RMSNORM_BACKWARD.bounds(PROBLEM, INPUTS),
+        **{"floor_bytes": 1, "number_of_sets": lambda _: 1, "operations": lambda *_: []},
     )
     candidate = SimpleNamespace(nondeterministic=False, batch_invariant=False, packs=True)
-    job: Any = SimpleNamespace(candidates=[candidate])
-    result = session._determinism(workload, job).result
-    assert result is not None
+    job: Any = SimpleNamespace(candidates=[candidate], best_us=None, floor_us=None)
+    result = getattr(session, f"_{kind}")(workload, job).result
+    assert isinstance(result, Result)
+    return result
+
+
+@pytest.fixture
+def session() -> Session:
+    return object.__new__(Session)
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_in_one_call_option_is_wrong_and_not_nondeterministic(
+    session: Session, name: str
+) -> None:
+    result = found_by(session, "determinism", MISTAKES[name][0])
     assert (result.outcome, result.determinism) == ("wrong", "unverified")
     assert MISTAKES[name][1] in result.note
 
 
-def test_a_recheck_tells_bits_and_errors_of_the_same_kernel() -> None:
-    """The bits are those that the finals record."""
-    session = object.__new__(Session)
-    session.disturbance = lambda i: None  # type: ignore[assignment]
+@pytest.mark.parametrize(
+    ("kind", "on"),
+    [("evaluate", CANCELLING), ("determinism", CANCELLING), ("determinism", INPUTS)],
+    ids=["trial", "finals", "finals on ordinary inputs"],
+)
+def test_a_last_bit_that_changes_from_run_to_run_is_seen(
+    session: Session, kind: str, on: Inputs
+) -> None:
+    """It is no error, and where sums do not cancel, other orders of additions may not show."""
+    runs = count()
 
-    def outcomes(mistake: Mistake) -> tuple[Result, Result]:
-        workload: Any = SimpleNamespace(
-            operation=RMSNORM_BACKWARD,
-            **{"inputs": INPUTS, "cancelling": INPUTS, "bench": lambda c: bench(mistake)},
-            expected=RMSNORM_BACKWARD.bounds(PROBLEM, INPUTS),
-        )
-        candidate = SimpleNamespace(nondeterministic=False, batch_invariant=False, packs=True)
-        job: Any = SimpleNamespace(candidates=[candidate])
-        found = session._determinism(workload, job).result, session._recheck(workload, job).result
-        assert found[0] is not None
-        assert found[1] is not None
-        return found[0], found[1]
+    def restless(call: dict[str, Any]) -> None:
+        if call["in"].dy is on.dy and next(runs) % 2:
+            call["dx"].view(torch.int16)[0, 0] ^= 1
+
+    result = found_by(session, kind, restless)
+    assert (result.outcome, result.determinism) == ("nondeterministic", "refuted")
+    assert found_by(session, kind, lambda call: None).determinism == "verified"
+
+
+def test_finals_disturb_runs_on_cancelling_inputs(session: Session) -> None:
+    disturbed: list[int] = []
+
+    def shaken(call: dict[str, Any]) -> None:
+        if disturbed and call["in"].dy is CANCELLING.dy:
+            call["dx"].view(torch.int16)[0, 0] ^= disturbed[-1] % 2
+
+    result = found_by(session, "determinism", shaken, disturbed.append)
+    assert (result.outcome, result.determinism) == ("nondeterministic", "refuted")
+
+
+@pytest.mark.parametrize(("sets", "condition"), [(1, FLUSH), (2, ROTATION)])
+def test_a_block_of_few_inputs_says_that_they_were_flushed(
+    session: Session, sets: int, condition: str
+) -> None:
+    asked: list[tuple[int, int]] = []
+    block = [[1.0], [2.0]]
+    timer = SimpleNamespace(condition=ROTATION, block=lambda own, rounds: (own, rounds, block)[2])
+    session._timers = cast(Any, {ROTATION: timer})
+    workload: Any = SimpleNamespace(
+        bench=lambda candidate: candidate,
+        number_of_sets=lambda timer: sets,
+        operations=lambda benches, number: asked.append((len(benches), number)),
+    )
+    job = Job("interleave", PROBLEM, (Candidate(b"", SPEC),) * 3, condition=ROTATION)
+    answer = session._interleave(workload, job)
+    assert (answer.block, answer.condition) == (block, condition)
+    assert asked == [(3, sets)]
+
+
+def test_a_recheck_tells_bits_and_errors_of_the_same_kernel(session: Session) -> None:
+    """The bits are those that the finals record."""
+
+    def outcomes(mistake: Mistake) -> list[Result]:
+        return [found_by(session, kind, mistake) for kind in ("determinism", "recheck")]
 
     finals, again = outcomes(lambda call: None)
     assert again.outcome == "ok"

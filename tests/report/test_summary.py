@@ -6,17 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from generator.kernels.strategies import Strategy
+from generator.kernels.strategies import Strategy, is_deterministic
+from generator.kernels.variant import make_variant
 from generator.problem import Problem
 from generator.report import charts
 from generator.report.collect import summaries
 from generator.report.explain import Explanation
-from generator.report.summary import Standing, Summary
+from generator.report.summary import Standing, Summary, runners_up
 from generator.result import Result
 from generator.studies.reader import Study
 from generator.studies.records import Record, Winner
-from tests.support.searches import DETERMINISTIC
-from tests.support.synthetic import FLOOR_US, PROBLEM, SPACE, TARGET, make_winner, timed
+from tests.support.searches import DETERMINISTIC, of_families
+from tests.support.synthetic import FLOOR_US, LEGAL, PROBLEM, SPACE, TARGET, make_winner, timed
 
 CONFIG = DETERMINISTIC[0]
 
@@ -77,6 +78,22 @@ def test_the_price_of_batch_invariance_is_over_the_free_winner() -> None:
     (plain,) = summaries([*free, *own], "somewhere")
     assert [study.problem for study in plain.studies] == [s.problem for s in free]
     assert (plain.free, plain.price) == ({}, None)
+
+
+def test_runners_up_are_the_nearest_that_may_win() -> None:
+    """Five do, among them the winner; two are faster, but may not."""
+    won, *others = of_families(5)
+    results = zip(others, map(timed, (1.5, 1.2, 0.99, 1.32)), strict=True)
+    free = next(kind for kind in LEGAL.reduction_kinds if not is_deterministic(kind))
+    barred = [(free, timed(0.5)), (others[0], timed(0.6, "nondeterministic", "refuted"))]
+    finals = [*barred, *results, (won, timed(1.1))]
+    winner = replace(make_winner(won, 1.1), config=won)
+    own = replace(study("measured", winner=winner), finals=tuple(finals))
+    names = [make_variant(others[place], PROBLEM).id for place in (2, 1, 3)]
+    # -0.11, 0.1 and 0.22 of 1.1.
+    gaps = [pytest.approx(gap) for gap in (-0.1, 0.1 / 1.1, 0.2)]
+    assert runners_up(own) == list(zip(names, gaps, strict=True))
+    assert runners_up(study("measured")) == []
 
 
 def test_notes_of_healthy_trials_are_no_failures() -> None:

@@ -359,6 +359,18 @@ def held(records: list[Record], pool: FakePool | None = None) -> list[Config]:
     return list(evaluator.finalists[0])
 
 
+@pytest.mark.parametrize("second", [1.1, 3.0])
+def test_a_noisy_record_counts_by_its_second_measurement(second: float) -> None:
+    """The better of both would favour what was disturbed."""
+    configs = of_families(8)
+    every = [record(config, 1.2 + place / 100, str(place)) for place, config in enumerate(configs)]
+    every[0] = replace(every[0], result=replace(timed(1.0), noisy=True))
+    evaluator = FakeEvaluator(lambda variant: second if variant.config == configs[0] else 1.5)
+    hold_finals(LEGAL, FakePool(), evaluator, every, None, 3)
+    assert evaluator.evaluated == configs[:1]
+    assert (configs[0] in evaluator.finalists[0]) is (second < 1.2)
+
+
 def test_the_fastest_that_may_not_win_is_timed_beside_the_winner() -> None:
     free = [c for c in LEGAL.reduction_kinds if not is_deterministic(c)][:2]
     assert len(free) == 2

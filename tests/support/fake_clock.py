@@ -35,6 +35,8 @@ class FakeClock:
             def elapsed_time(self, end: Event) -> float:
                 return (end.at - self.at) / 1e3
 
+            def synchronize(self) -> None: ...
+
         class Graph:
             def __init__(self) -> None:
                 self.work: list[Callable[[], None]] = []

@@ -53,3 +53,9 @@ def tuned(shape: str, ratio: float, trials: int = 60, **spec: Any) -> dict[str, 
         **{"M": M, "N": N, "dtype": dtype, "weight_dtype": dtype},
         **{"provenance": facts, "kernel": kernel, "evidence": "measured"},
     }
+
+
+def cells(page: str, row: str) -> list[str]:
+    """Return the cells of the one line of a table that begins so."""
+    (line,) = [line for line in page.splitlines() if line.startswith(f"| {row}")]
+    return [cell.strip() for cell in line.strip("| ").split("|")][1:]
