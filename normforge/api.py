@@ -180,7 +180,8 @@ class Package(NormPackage):
                 detect it.
             fuse: where there are kernels, let `rms_norm_rope` serve attention that normalizes its
                 queries and keys and rotates them, as in Qwen 3 and Gemma 3 of Hugging Face, and
-                `rms_norm` with `add` layers that add results of norms, as in OLMo 2 and Gemma.
+                `rms_norm` layers whose norms stand before or behind a sum of the residual stream,
+                as in Llama, Mistral and Qwen (before) and in OLMo 2 and Gemma (behind).
 
         Returns:
             The names of the norms that are now served, and with `fuse` of those modules.

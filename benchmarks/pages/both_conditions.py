@@ -69,8 +69,8 @@ def fp32_weights_on_h100() -> str:
     }
     ratios = ", ".join(f"{ratio:.3f} times at {shape}" for shape, ratio in over.items())
     return paragraph(
-        f"With an fp32 weight, the fastest peer takes {ratios}. This is of an earlier run, after a"
-        " flush and in cyclic order, with the kernels of then (`h100.json.xz`)."
+        f"With an fp32 weight, the fastest peer takes {ratios}. An older run measured this, after a"
+        " flush, in cyclic order and with older kernels (`h100.json.xz`)."
     )
 
 

@@ -167,9 +167,13 @@ def hint_under(condition: str) -> Hinted:
     )
 
 
-def hinted(gpu: str) -> tuple[int, int]:
-    """Return how many winners of a GPU load with `evict_last`, and how many there are."""
+def hinted(gpu: str, shapes: str = "") -> tuple[int, int]:
+    """Return how many winners of a GPU load with `evict_last`, and how many there are. shapes: a
+    list, for those of its shapes alone."""
     every = known_winners(GENERATED / gpu / "rmsnorm_backward")
+    if shapes:
+        wanted = load_problems(shapes)
+        every = [winner for winner in every if winner.problem in wanted]
     return sum(winner.config["load_hint"] == "evict_last" for winner in every), len(every)
 
 

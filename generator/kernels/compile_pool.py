@@ -94,6 +94,8 @@ class CompilePool:
                 try:
                     future = self._submit(self._pool, variant)
                 except BrokenProcessPool:
+                    # Its other processes, which no SIGTERM of the executor's reaches.
+                    end_pool(self._pool)
                     self._pool = self._start(self.processes)
                     future = self._submit(self._pool, variant)
             except (OSError, RuntimeError) as error:  # no process or no thread can be started now

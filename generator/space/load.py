@@ -14,7 +14,8 @@ from generator.own_files import space_of
 from generator.paths import SEARCH_SPACES
 from generator.problem import ITEMSIZE, RMSNORM_BACKWARD
 from generator.space.expressions import GIVEN_NAMES, IMPLIED, Expression
-from generator.space.space import Fixed, Knob, Rule, Space
+from generator.space.space import Fixed, Space
+from generator.space.walk import Knob, Rule
 
 UNPREDICTED = ("pipeline", "producer")
 """A knob and its value that no predicted kernel has: the model of times was fitted to none, so that

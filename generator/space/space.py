@@ -5,71 +5,18 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from generator.errors import NormforgeError
 from generator.kernels.geometry import Config
 from generator.kernels.knobs import KNOBS
 from generator.problem import Problem
-from generator.space.expressions import Expression, Names
+from generator.space.expressions import Names
+from generator.space.walk import Knob, Rule, Tree
 from generator.target import Target
-
-PATIENCE = 1_000_000
-"""Values of knobs tried in vain before a search for legal configs is given up: a few seconds. Where
-the rules of this project allow nothing it takes less than half of that to know."""
-
-
-@dataclass(frozen=True)
-class Knob:
-    """One choice. `otherwise` is its value where `when` does not hold."""
-
-    name: str
-    values: tuple[int | str, ...]
-    why: str
-    when: Expression | None
-    otherwise: int | str
-
-    @property
-    def choices(self) -> tuple[int | str, ...]:
-        """Every value the knob can have in a config, searched or not."""
-        if self.otherwise in self.values:
-            return self.values
-        return (*self.values, self.otherwise)
-
-    def is_active(self, names: Names) -> bool:
-        """Return True if the knob has a meaning beside the knobs above it, which are in `names`."""
-        return self.when is None or bool(self.when(names))
-
-
-@dataclass(frozen=True)
-class Rule:
-    """`require` must hold; `say_parts` make a sentence with the names when it does not."""
-
-    id: str
-    require: Expression
-    say_parts: tuple[tuple[str, Expression | None, str], ...]
-
-    def sentence(self, names: Mapping[str, Any]) -> str:
-        text = ""
-        for literal, expression, spec in self.say_parts:
-            text += literal
-            if expression is not None:
-                text += _formatted(expression, expression(names), spec)
-        return text
-
-
-def _formatted(expression: Expression, value: Any, spec: str) -> str:
-    try:
-        return format(value, spec)
-    except (MemoryError, TypeError, ValueError) as error:
-        why = str(error) or "out of memory"
-        raise NormforgeError(
-            f"{expression.where}: '{expression.text}' cannot be shown as '{spec}' ({why})"
-        ) from error
 
 
 @dataclass(frozen=True)
@@ -140,14 +87,8 @@ class Space:
         return {knob.name: index for index, knob in enumerate(self.knobs)}
 
     @cached_property
-    def _rules_after(self) -> tuple[tuple[Rule, ...], ...]:
-        """Rules by the index of the last knob they need, so that enumeration prunes early."""
-        after: list[list[Rule]] = [[] for _ in range(len(self.knobs) + 1)]
-        for rule in self.rules:
-            needed = rule.require.knobs & self._position.keys()
-            last = max((self._position[name] for name in needed), default=-1)
-            after[last + 1].append(rule)
-        return tuple(map(tuple, after))
+    def _tree(self) -> Tree:
+        return Tree(self.knobs, self.rules)
 
     def normalize(self, config: Config, problem: Problem, target: Target) -> dict[str, int | str]:
         """The config with every knob present: fixed ones at that value, those without meaning at
@@ -228,37 +169,9 @@ class Space:
     ) -> Iterator[dict[str, int | str]]:
         """Legal configs, each once: in the order of the file, or in an order drawn by `rng`
         (a random walk of the same tree). `fixed` narrows knobs to one value each. Ends early when
-        PATIENCE values were tried since the last legal config."""
+        walk.PATIENCE values were tried since the last legal config."""
         own = self.fixed_for(problem)  # also for knobs without a meaning here
-        fixed = {**(fixed or {}), **own}
-        tried = 0
-        names = Names(problem, target, True)
-        if not all(rule.require(names) for rule in self._rules_after[0]):
-            return
-
-        def descend(index: int) -> Iterator[dict[str, int | str]]:
-            nonlocal tried
-            if index == len(self.knobs):
-                tried = 0
-                yield {knob.name: names[knob.name] for knob in self.knobs}
-                return
-            knob = self.knobs[index]
-            active = knob.is_active(names)
-            values: Sequence[int | str] = knob.values if active else (knob.otherwise,)
-            if knob.name in own or (knob.name in fixed and active):
-                values = [value for value in values if value == fixed[knob.name]]
-            if rng is not None and len(values) > 1:
-                values = rng.sample(values, len(values))
-            for value in values:
-                tried += 1
-                if tried > PATIENCE:
-                    return
-                names[knob.name] = value
-                if all(rule.require(names) for rule in self._rules_after[index + 1]):
-                    yield from descend(index + 1)
-                del names[knob.name]
-
-        yield from descend(0)
+        return self._tree.walk(Names(problem, target, True), fixed or {}, own, rng)
 
     def sample(
         self, problem: Problem, target: Target, rng: random.Random, fixed: Config | None = None

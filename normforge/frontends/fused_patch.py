@@ -1,4 +1,4 @@
-"""`patch(model, fuse=True)`: modules of a model whose norms and what stands behind them are one
+"""`patch(model, fuse=True)`: modules of a model whose norms and what stands beside them are one
 kernel."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 def fuse(norm: Norm, rotated: str, model: torch.nn.Module, casting: str | None) -> list[str]:
-    """Let a package serve attention with norms of heads, and layers that add results of norms;
+    """Let a package serve attention with norms of heads, and layers with sums beside their norms;
     their names. norm: of the package; rotated: the module with its `rms_norm_rope`, "" for none;
     casting: as of `patch`."""
     if not rotated:

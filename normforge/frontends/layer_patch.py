@@ -1,8 +1,9 @@
-"""Finds layers of a model that add a norm's result to the residual stream, as those of OLMo 2 and
-Gemma in transformers, and makes the forwards in which `rms_norm` with `add` serves both."""
+"""Finds layers of a model whose norms stand before or behind a sum of the residual stream, as in
+transformers' Llama, OLMo 2 and Gemma, and makes the forwards in which `rms_norm` serves both."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -11,13 +12,14 @@ import torch
 
 from ..serve.options import DTYPES
 from . import rewritten
+from .layer_calls import calls_of
+from .layer_text import Joined, join, results_of_calls
 from .patch import REMADE, ModuleForward, original_class, replace_forwards
 from .rms_norm import Norm
 from .tried import (
     UNTRIED,
     alike,
     are_close,
-    eps_of,
     evenly,
     formula_of,
     is_called_so,
@@ -26,89 +28,89 @@ from .tried import (
     with_its_dtype,
 )
 
+_log = logging.getLogger(__name__)
 LAYER = "layer"
 """The name of what is patched here, beside the norms."""
 
 
 def fuse_sums(norm: Norm, model: torch.nn.Module) -> list[str]:
-    """Let `rms_norm` with `add` serve the norms of a model's layers whose results are added at
-    once; the names of the layers. Each is tried on the CPU, without what stands between its norms,
-    and left alone if it computes something else. The log says why (level INFO)."""
+    """Let `rms_norm` with `add` or `residual` serve the norms of a model's layers and the sums
+    beside them; the names of the layers. Each is tried on the CPU, without what stands between its
+    norms, and left alone if it computes something else. The log says why (level INFO)."""
 
     def has_sums(module: Any) -> bool:
-        return bool(_norms_of(module))
+        return bool(_joins_of(module).names)
 
     return replace_forwards(model, LAYER, partial(_forward_for, norm), has_sums, quiet=True)
 
 
-def _norms_of(module: Any) -> tuple[str, ...]:
-    """Return the names of a module's norms whose results are added at once."""
-    names = _sums_of(original_class(type(module)))
-    return tuple(n for n in names if is_called_so("RMSNorm", getattr(module, n, None)))
+def _joins_of(module: Any) -> Joined:
+    """Return which norms of a module may be joined with what, by its text."""
+    names = [name for name, one in module.named_children() if is_called_so("RMSNorm", one)]
+    return _joined(original_class(type(module)), Joined(*[tuple(names)] * 3))
 
 
 @cache
-def _sums_of(kind: Any) -> tuple[str, ...]:
-    """Return the names of the modules of a class whose results are added at once."""
-    made = rewritten.of_class(kind)
-    return () if made is None else rewritten.sums_joined(made)
+def _joined(kind: Any, allowed: Joined) -> Joined:
+    """Return which norms of a class are joined with what, of those that are allowed."""
+    made = rewritten.of_class(kind) if allowed.names else None
+    return Joined() if made is None else join(made, allowed)
 
 
 def _forward_for(norm: Norm, module: Any) -> ModuleForward | str:
     """Return the forward that serves a layer, or a sentence that says why it is left alone."""
-    names = _norms_of(module)
-    norms = [getattr(module, name) for name in names]
+    joins = _joins_of(module)
+    norms = [getattr(module, name) for name in joins.names]
     weight, *others = (getattr(one, "weight", None) for one in norms)
     if not isinstance(weight, torch.Tensor) or weight.dim() != 1:
         return "its norms have no weights of one dimension"
     if any(getattr(other, "shape", None) != weight.shape for other in others):
         return "its norms have weights of several lengths"
+    if any(hasattr(type(one), "_package_norm") for one in norms):
+        return "its norms are a package's own, which take residual and add"
     known = {formula_of(one) for one in norms}
     if len(known) > 1 or not known <= {"torch", "gemma"}:
         return "its norms do not all compute xhat * w or xhat * (1 + w)"
     (formula,) = known
     assert formula is not None and formula != UNTRIED
-    offset = formula == "gemma"
-    if _is_without_kernels(norm, weight, offset):
-        return f"no kernel of rms_norm with add serves rows of {len(weight)} columns here"
+    offset, kind = formula == "gemma", original_class(type(module))
+    joins = _joined(kind, _with_kernels(norm, joins.names, weight, offset))
+    if not joins.names:
+        return f"no kernel that adds serves rows of {len(weight)} columns here"
     narrow = all(with_its_dtype(one, formula) == formula for one in norms)
-    found = _forward_of(norm, original_class(type(module)), names, offset, narrow)
+    found = _forward_of(norm, kind, joins, offset, narrow)
     try:
-        same = _computes_the_same(module, names, found)
+        same = _computes_the_same(module, joins.names, found)
     except Exception:  # another kind of layer
         return "it raises an error on the CPU without what stands between its norms"
-    return found if same else "it computes something else without what stands between its norms"
+    if not same:
+        return "it computes something else without what stands between its norms"
+    _log.info("patch joins in a %s: %s", kind.__name__, joins)
+    return found
 
 
-def _is_without_kernels(norm: Norm, weight: torch.Tensor, offset: bool) -> bool:
-    """Return True if a GPU has no kernels that add. Without a GPU nothing is known."""
-    if norm.added is None:
-        return True
+def _with_kernels(norm: Norm, names: tuple[str, ...], weight: torch.Tensor, offset: bool) -> Joined:
+    """Return the names by what may be joined with norms of such weights: on a GPU, what it has
+    kernels for. Without a GPU nothing is known."""
     if not torch.cuda.is_available():
-        return False
-    dtype = DTYPES.get(weight.dtype, "bf16")
-    return not norm.added.has_kernel(1 << 14, len(weight), dtype, dtype, offset)
+        return Joined(names if norm.added else (), names, names)
+    M, N, dtype = 1 << 14, len(weight), DTYPES.get(weight.dtype, "bf16")
+    behind = norm.added is not None and norm.added.has_kernel(M, N, dtype, dtype, offset)
+    table = norm.forward.table
+    before = table is not None and table.choose(M, N, dtype, dtype).kernel is not None
+    explain = partial(norm._server.explain, M, N, offset=offset)
+    asked = (dtype, "bf16")  # weights in fp32 may be for training in bf16, as FSDP casts them
+    kept = any(explain(one, one, residual=one)["how"] != "none" for one in asked)
+    return Joined(*(names if there else () for there in (behind, before, kept)))
 
 
 @cache
-def _forward_of(
-    norm: Norm, kind: Any, names: tuple[str, ...], offset: bool, narrow: bool
-) -> ModuleForward:
-    """Return the forward of a class whose norms of these names have the sums behind them. offset:
-    1 is added to weights; narrow: the norms' results are in x's dtype, whatever the weight's."""
+def _forward_of(norm: Norm, kind: Any, joins: Joined, offset: bool, narrow: bool) -> ModuleForward:
+    """Return the forward of a class whose norms are joined so. offset, narrow: as of `calls_of`."""
     made = rewritten.of_class(kind)
-    assert made is not None and rewritten.sums_joined(made, names)
-
-    def serve(module: Any, x: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
-        dtype = x.dtype if narrow else torch.promote_types(x.dtype, module.weight.dtype)
-        if dtype != x.dtype or r.dtype != x.dtype or r.shape != x.shape:
-            total: torch.Tensor = r + module(x)
-            return total
-        weight, number = module.weight, eps_of(module)
-        return norm.rms_norm(x, weight, number, weight_offset=float(offset), add=r)
-
-    found = rewritten.compiled(kind, made, serve)
-    setattr(found, REMADE, partial(_forward_of, norm, kind, names, offset, narrow))
+    assert made is not None and join(made, joins) == joins
+    found = rewritten.compiled(kind, made, calls_of(norm, offset, narrow))
+    setattr(found, REMADE, partial(_forward_of, norm, kind, joins, offset, narrow))
     return found
 
 
@@ -116,20 +118,23 @@ def _forward_of(
 
 
 class _StandIn(torch.nn.Module):
-    """Stands between norms, as a function of the rows alone. Attention has a second result."""
+    """Stands between norms, as a function of the rows alone. count: of its results, 0 for one that
+    is no tuple."""
 
-    def __init__(self, function: Callable[..., torch.Tensor], second: bool) -> None:
+    def __init__(self, function: Callable[..., torch.Tensor], count: int) -> None:
         super().__init__()
-        self.function, self.second = function, second
+        self.function, self.count = function, count
 
     def forward(self, *given: Any, **named: Any) -> Any:
         y = self.function(given[0] if given else named["hidden_states"])
-        return (y, None) if self.second else y
+        return (y, *[None] * (self.count - 1)) if self.count else y
 
 
 def _computes_the_same(module: Any, names: tuple[str, ...], fused: Any) -> bool:
     """Return True if a forward has the results and gradients of that of a layer."""
-    original = rewritten.plain_forward(original_class(type(module)))
+    kind = original_class(type(module))
+    original, text = rewritten.plain_forward(kind), rewritten.of_class(kind)
+    counts = {} if text is None else results_of_calls(text)
     width = len(getattr(module, names[0]).weight)
     weights = [evenly(-1 + i, 2 - i, width) for i, _ in enumerate(names)]
 
@@ -142,9 +147,8 @@ def _computes_the_same(module: Any, names: tuple[str, ...], fused: Any) -> bool:
                 elif is_called_so("RMSNorm", child):
                     inner[name] = alike(child, {"weight": evenly(1, 2, width)})
                 else:
-                    inner[name] = _StandIn(
-                        torch.sin if "attn" in name else torch.cos, "attn" in name
-                    )
+                    function = torch.sin if "attn" in name else torch.cos
+                    inner[name] = _StandIn(function, counts.get(name, 0))
             one = alike(module, {}, inner)
             one.__dict__["training"] = False
             given = {"position_embeddings": None, "attention_mask": None}

@@ -96,3 +96,36 @@ class EagerAddNorm(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         dx, dresidual, dw = ctx.norm.gradients_of_sum(ctx, dy, dstream)
         return None, dx, dresidual, dw, None, None
+
+
+class EagerNormOfStream(torch.autograd.Function):
+    """The node of a norm whose rows are kept, as a residual stream is: it returns them, too, so
+    that what their other uses give for a gradient comes to the kernel."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        norm: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float | None,
+        weight_offset: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        y, rstd = norm.forward(x, weight, eps, weight_offset)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.norm, ctx.eps, ctx.weight_offset = norm, eps, weight_offset
+        ctx.set_materialize_grads(False)
+        return y, x  # autograd makes a view of it
+
+    @staticmethod
+    def backward(
+        ctx: Any, dy: torch.Tensor | None, dstream: torch.Tensor | None
+    ) -> tuple[Any, ...]:
+        if dy is None and dstream is None:
+            return (None,) * 5
+        x, weight, rstd = ctx.saved_tensors
+        need_dx, need_dw = ctx.needs_input_grad[1:3]
+        dx, dw = ctx.norm.gradients(
+            dy, x, weight, rstd, ctx.eps, ctx.weight_offset, need_dx, need_dw, dstream
+        )
+        return None, dx, dw, None, None

@@ -115,18 +115,15 @@ class QuantizedFunctions(RowFunctions):
         return found["y8"], found["y_scales"], found["rstd"], y
 
     def backward(self, *given: Any) -> Gradients:
-        """Return dx and dw of RMSNorm, of dy, x, weight, rstd, eps and the weight's offset."""
-        dy, x, weight, rstd, eps, offset = given
+        """Return dx and dw of RMSNorm, of dy, x, weight, rstd, eps, the weight's offset and whether
+        each is wanted."""
+        dy, x, weight, rstd, eps, offset, *wanted = given
         norm = self._norm()
         with torch.no_grad():
             if norm is None:
-                wanted = (True, weight is not None)
-                dx, dw = differentiable_backward(dy, x, weight, eps, offset, None, *wanted)
-            else:
-                of_node = (dy, x, weight, rstd)
-                dx, dw = gradients(norm.run, eps, offset, (True, True), *of_node, seen=False)
-        assert dx is not None
-        return dx, dw
+                return differentiable_backward(dy, x, weight, eps, offset, None, *wanted)
+            of_node = (dy, x, weight, rstd)
+            return gradients(norm.run, eps, offset, (wanted[0], wanted[1]), *of_node, seen=False)
 
 
 def _check_format(format: Any) -> None:

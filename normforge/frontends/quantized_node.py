@@ -17,7 +17,7 @@ from .row_nodes import applied, is_ours
 
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """y8, its scales, rstd, and y, without elements where a call does not keep it."""
-Gradients = tuple[torch.Tensor, "torch.Tensor | None"]
+Gradients = tuple["torch.Tensor | None", "torch.Tensor | None"]
 """dx, and dw where there is a weight."""
 
 
@@ -79,13 +79,14 @@ def _fake(x: Any, weight: Any, *given: Any) -> Any:
 def _run_backward(*given: Any) -> tuple[torch.Tensor, ...]:
     *call, package = given
     dx, dw = SERVED(package).backward(*call)
-    return dx.contiguous(), dx.new_empty(0) if dw is None else dw
+    nothing = call[1].new_empty(0)
+    return nothing if dx is None else dx.contiguous(), nothing.clone() if dw is None else dw
 
 
 def _fake_backward(*given: Any) -> tuple[torch.Tensor, ...]:
-    _, x, weight, *_ = given
-    dw = x.new_empty(0) if weight is None else weight.new_empty(weight.shape)
-    return x.new_empty(x.shape), dw
+    _, x, weight, _, _, _, need_dx, need_dw, _ = given
+    dw = weight.new_empty(weight.shape) if need_dw else x.new_empty(0)
+    return x.new_empty(x.shape if need_dx else 0), dw
 
 
 rms_norm_quantized_forward = define(
@@ -98,7 +99,7 @@ rms_norm_quantized_forward = define(
 rms_norm_quantized_backward = define(
     "rms_norm_quantized_backward",
     "(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, float eps, float weight_offset,"
-    " str package) -> (Tensor, Tensor)",
+    " bool need_dx, bool need_dw, str package) -> (Tensor, Tensor)",
     _run_backward,
     _fake_backward,
 )
@@ -150,20 +151,18 @@ class QuantizedNode(torch.autograd.Function):
         if dy is None:
             return None, None, *nothing
         x, weight, rstd = ctx.saved_tensors
-        wants_dw = ctx.needs_input_grad[1]
+        needs = ctx.needs_input_grad[:2]
         if not is_dynamo_compiling() and (
             torch.is_grad_enabled() or transforms_active() or is_batched(dy)
         ):
-            dx, dw = differentiable_backward(
-                dy, x, weight, ctx.eps, ctx.offset, None, True, wants_dw
-            )
+            dx, dw = differentiable_backward(dy, x, weight, ctx.eps, ctx.offset, None, *needs)
         else:
-            saved = (dy, x, weight, rstd, ctx.eps, ctx.offset)
+            call = (dy, x, weight, rstd, ctx.eps, ctx.offset, *needs)
             if is_dynamo_compiling() or watched() or not is_plain(dy):
-                dx, dw = rms_norm_quantized_backward(*saved, ctx.package)
+                dx, dw = rms_norm_quantized_backward(*call, ctx.package)
             else:
-                dx, dw = SERVED(ctx.package).backward(*saved)
-        return dx, dw if wants_dw else None, *nothing
+                dx, dw = SERVED(ctx.package).backward(*call)
+        return dx if needs[0] else None, dw if needs[1] else None, *nothing
 
 
 def quantized_norm(x: Any, weight: Any, call: Call, package: str) -> Results:

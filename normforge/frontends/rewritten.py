@@ -6,7 +6,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any
 
@@ -41,52 +41,6 @@ class _Heads(ast.NodeTransformer):
                 node.func = ast.copy_location(ast.Name(SERVED, ast.Load()), node)
                 node.args.insert(0, ast.copy_location(ast.Name("self", ast.Load()), node))
         return node
-
-
-class _Sums(ast.NodeTransformer):
-    """Joins `h = self.norm(y)` and `h = r + h` behind it into a call of another function, of the
-    norm, y and r."""
-
-    def __init__(self, only: Collection[str] | None) -> None:
-        self.norms, self._only = list[str](), only
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        body = list[ast.stmt]()
-        for statement in node.body:
-            joined = self._joined(body[-1], statement) if body else None
-            body[-1:] = [body[-1] if joined is None else joined] if body else []
-            body += [statement] if joined is None else []
-        node.body = body
-        return node
-
-    def _joined(self, first: ast.stmt, second: ast.stmt) -> ast.stmt | None:
-        match first, second:
-            case (
-                ast.Assign(
-                    targets=[ast.Name(id=one)],
-                    value=ast.Call(
-                        func=ast.Attribute(value=ast.Name(id="self"), attr=name) as norm,
-                        args=[rows],
-                        keywords=[],
-                    ),
-                ),
-                ast.Assign(
-                    targets=[ast.Name(id=two)],
-                    value=ast.BinOp(
-                        left=ast.Name() as left, op=ast.Add(), right=ast.Name() as right
-                    ),
-                ),
-            ) if (
-                one == two
-                and (left.id == one) != (right.id == one)
-                and (self._only is None or name in self._only)
-            ):
-                stream = left if right.id == one else right
-                served = ast.copy_location(ast.Name(SERVED, ast.Load()), second)
-                call = ast.Call(served, [norm, rows, stream], [])
-                self.norms.append(name)
-                return ast.copy_location(ast.Assign(second.targets, call), second)
-        return None
 
 
 def of_class(kind: Any) -> ast.FunctionDef | None:
@@ -127,26 +81,18 @@ def heads_rotated(made: ast.FunctionDef) -> bool:
     return sorted(found.norms) == ["k_norm", "q_norm"] and found.turns == 1
 
 
-def sums_joined(made: ast.FunctionDef, only: Collection[str] | None = None) -> tuple[str, ...]:
-    """Rewrite the forward of a layer. Return the names of the modules whose results are added to
-    something at once. only: those that may be named."""
-    found = _Sums(only)
-    found.visit(made)
-    return tuple(found.norms)
-
-
-def compiled(kind: Any, made: ast.FunctionDef, served: Forward) -> Forward:
-    """Return the function of a rewritten forward of a class, which calls `served`. It has the
-    globals of the class's own, where torch.compile looks for them."""
+def compiled(kind: Any, made: ast.FunctionDef, served: Mapping[str, Forward]) -> Forward:
+    """Return the function of a rewritten forward of a class. served: what it calls, by its name
+    there. It has the globals of the class's own, where torch.compile looks for them."""
     forward = plain_forward(kind)
-    tree = ast.parse(f"def make({SERVED}):\n    return {made.name}")
+    tree = ast.parse(f"def make({', '.join(served)}):\n    return {made.name}")
     (make,) = tree.body
     assert isinstance(make, ast.FunctionDef)
     make.body.insert(0, made)
     ast.fix_missing_locations(tree)
     scope = dict(forward.__globals__)  # the defaults are computed once more
     exec(compile(tree, forward.__code__.co_filename, "exec", dont_inherit=True), scope)
-    found = scope["make"](served)
+    found = scope["make"](**served)
     return among(found, forward.__globals__, forward)
 
 

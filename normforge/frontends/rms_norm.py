@@ -256,7 +256,7 @@ class Norm:
 
     def gradients(
         self,
-        dy: torch.Tensor,
+        dy: torch.Tensor | None,
         x: torch.Tensor,
         weight: torch.Tensor | None,
         rstd: torch.Tensor,
@@ -264,17 +264,20 @@ class Norm:
         weight_offset: float,
         need_dx: bool,
         need_dw: bool,
+        dresidual: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return dx and dw of an autograd node, in Python or in C++."""
-        seen = is_watched(dy)
-        usual = not weight_offset and (eps is None or eps >= SMALLEST_EPS)
-        if need_dx and need_dw and weight is not None and not seen and usual:
+        """Return dx and dw of an autograd node, in Python or in C++. dy may be None with a
+        dresidual."""
+        seen = is_watched(dy, dresidual)
+        usual = not weight_offset and (eps is None or eps >= SMALLEST_EPS) and dresidual is None
+        if need_dx and need_dw and weight is not None and dy is not None and not seen and usual:
             results = self._quick(dy, x, rstd, weight)
             if results is not None:
                 return results  # type: ignore[return-value]
         run = self.operators.backward if seen else self.run
         wanted = (need_dx, need_dw)
-        return gradients(run, eps, weight_offset, wanted, dy, x, weight, rstd, seen=seen)
+        given = (eps, weight_offset, wanted, dy, x, weight, rstd, dresidual)
+        return gradients(run, *given, seen=seen)
 
     def gradients_of_sum(
         self, ctx: Any, dy: torch.Tensor | None, dstream: torch.Tensor | None

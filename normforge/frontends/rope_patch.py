@@ -107,7 +107,7 @@ def _forward_of(
             return turn(self.q_norm(q), self.k_norm(k), cos, sin)
         return heads(self.q_norm, q, cos, sin), heads(self.k_norm, k, cos, sin)
 
-    found = rewritten.compiled(kind, tree, serve)
+    found = rewritten.compiled(kind, tree, {rewritten.SERVED: serve})
     setattr(found, REMADE, partial(_forward_of, rotated, kind, offset, narrow))
     return found
 

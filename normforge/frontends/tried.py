@@ -34,6 +34,14 @@ def eps_of(module: Any) -> float | None:
     return found
 
 
+def is_hooked(module: Any) -> bool:
+    """Return True if a call of a module does more than its class's forward: it has hooks, or a
+    forward of its own."""
+    of_forward = module._forward_pre_hooks or module._forward_hooks
+    of_backward = module._backward_pre_hooks or module._backward_hooks
+    return bool(of_forward or of_backward or "forward" in vars(module))
+
+
 def what_tells(module: torch.nn.Module) -> Any:
     """A key that modules share which compute the same of the same parameters: the class, the shapes
     and what is plain among the attributes. A module that keeps anything else has its own key."""

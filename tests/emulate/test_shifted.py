@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import re
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ SHAPES = (
 )
 
 
+@cache
 def shifted(shape: str, seed: int = 0) -> Variant:
     """A random legal kernel of this shape that has 16-byte vectors."""
     problem, rng = Problem.parse(shape), random.Random(f"{shape} {seed}")

@@ -14,32 +14,14 @@ import pytest
 import torch
 
 from generator.emulate import find_compiler
-from generator.kernels.variant import make_variant
-from generator.package.emit import emit_package
-from generator.package.entries import PROVENANCE_KEYS, Entry, problem_of
-from generator.package.sources import variant_of
+from generator.package.entries import problem_of
 from generator.package.standalone import add_library
 from generator.paths import REPOSITORY
-from generator.problem import Problem
 from normforge.operations import GATED_BACKWARDS, GATED_FORWARDS
 from normforge.table import Table
-from tests.support.packages import H200, compiled
-from tests.support.samples import space_of
+from tests.support.packages import emit_first
 
 KINDS = {one.name: kind for some in (GATED_BACKWARDS, GATED_FORWARDS) for kind, one in some.items()}
-
-
-def emit(name: str, folder: Path) -> Problem:
-    problem = Problem.parse(f"{name}:4096x128:bf16")
-    config = next(space_of(name).legal(problem, H200))
-    variant = make_variant(config, problem)
-    provenance = dict.fromkeys(PROVENANCE_KEYS, "known")
-    emit_package(
-        [Entry(problem, variant, compiled(variant), "measured", provenance)], [], H200, folder
-    )
-    (kernel,) = Table.load(folder).kernels()
-    assert variant_of(kernel) == variant
-    return problem
 
 
 def use(package: Any, kind: tuple[str, bool]) -> None:
@@ -66,7 +48,7 @@ def test_emitted_package_is_imported_and_says_which_kernel(
 ) -> None:
     folder = tmp_path / name
     for _ in range(2):  # on top of itself: the table reads back as the same problem
-        problem = emit(name, folder)
+        (problem,) = emit_first(folder, f"{name}:4096x128:bf16")
         assert [problem_of(tuned) for tuned in Table.load(folder).tuned] == [problem]
     (kernel,) = Table.load(folder).kernels()
     source = (folder / "kernels" / f"{kernel.file}.cu").read_text()
@@ -110,7 +92,7 @@ def run(*line: str) -> str:
 
 def test_a_package_stands_alone(tmp_path: Path) -> None:
     name = "gated_rmsnorm_backward"
-    emit(name, tmp_path / name)
+    emit_first(tmp_path / name, f"{name}:4096x128:bf16")
     add_library(tmp_path / name)
     code = STANDS_ALONE.format(folder=str(tmp_path), name=name)
     assert run(sys.executable, "-c", code).strip() == "tuned"

@@ -10,16 +10,13 @@ import pytest
 import torch
 
 from benchmarks.comparison import load_module, operation_of_package
-from generator.kernels.variant import make_variant
 from generator.package.emit import emit_package
-from generator.package.entries import PROVENANCE_KEYS, Entry, problem_of
+from generator.package.entries import problem_of
 from generator.package.fallback_kernels import fallback_variants, first_choices
 from generator.package.sources import variant_of
-from generator.problem import Problem
 from normforge.packages import open_package
 from normforge.table import Table
-from tests.support.packages import H200, compiled
-from tests.support.samples import space_of
+from tests.support.packages import H200, compiled, emit_first, first_entry
 
 SHAPE = "layernorm_backward:4096x1024:bf16"
 
@@ -27,17 +24,11 @@ SHAPE = "layernorm_backward:4096x1024:bf16"
 def test_emitted_package_is_imported_and_says_which_kernel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    problem = Problem.parse(SHAPE)
-    config = next(space_of(problem.operation).legal(problem, H200))
-    variant = make_variant(config, problem)
-    provenance = dict.fromkeys(PROVENANCE_KEYS, "known")
-    entry = Entry(problem, variant, compiled(variant), "measured", provenance)
     folder = tmp_path / "layernorm_backward"
     for _ in range(2):  # on top of itself: the table reads back as the same problem
-        emit_package([entry], [], H200, folder)
-        assert [problem_of(tuned) for tuned in Table.load(folder).tuned] == [problem]
+        problems = emit_first(folder, SHAPE)
+        assert [problem_of(tuned) for tuned in Table.load(folder).tuned] == problems
     (kernel,) = Table.load(folder).kernels()
-    assert variant_of(kernel) == variant
     assert operation_of_package(folder) == "layernorm_backward"
     assert load_module(folder).layer_norm_backward
     source = (folder / "kernels" / f"{kernel.file}.cu").read_text()
@@ -66,10 +57,7 @@ def test_emitted_package_is_imported_and_says_which_kernel(
 @pytest.mark.parametrize("operation", ["layernorm_backward", "layernorm_forward"])
 def test_a_package_has_kernels_for_rows_that_were_not_tuned(operation: str, tmp_path: Path) -> None:
     made = first_choices(fallback_variants(H200, [("bf16", "bf16")], operation))
-    problem = Problem.parse("4096x1024:bf16", operation)
-    variant = make_variant(next(space_of(operation).legal(problem, H200)), problem)
-    provenance = dict.fromkeys(PROVENANCE_KEYS, "known")
-    entry = Entry(problem, variant, compiled(variant), "measured", provenance)
+    entry = first_entry(f"{operation}:4096x1024:bf16")
     folder = tmp_path / operation
     emit_package([entry], [(v, compiled(v)) for v in made], H200, folder)
     table = Table.load(folder)

@@ -11,38 +11,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from generator.kernels.variant import make_variant
-from generator.package.emit import emit_package
-from generator.package.entries import PROVENANCE_KEYS, Entry, problem_of
-from generator.package.sources import variant_of
+from generator.package.entries import problem_of
 from generator.package.standalone import add_library
 from generator.paths import REPOSITORY
-from generator.problem import Problem
 from normforge.operations import RMSNORM_ADD_FORWARD
 from normforge.table import Table
-from tests.support.packages import H200, compiled
-from tests.support.samples import space_of
+from tests.support.packages import emit_first
 
 NAME = RMSNORM_ADD_FORWARD.name
-
-
-def emit(folder: Path, *shapes: str) -> list[Problem]:
-    provenance = dict.fromkeys(PROVENANCE_KEYS, "known")
-    problems = [Problem.parse(shape, NAME) for shape in shapes]
-    entries = []
-    for problem in problems:
-        variant = make_variant(next(space_of(NAME).legal(problem, H200)), problem)
-        entries.append(Entry(problem, variant, compiled(variant), "measured", provenance))
-    emit_package(entries, [], H200, folder)
-    kernels = Table.load(folder).kernels()
-    assert {variant_of(one).id for one in kernels} == {entry.variant.id for entry in entries}
-    return problems
 
 
 def test_emitted_package_is_imported_and_says_which_kernel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    problems = emit(tmp_path / NAME, "4096x128:bf16", "4096x128:bf16+offset")
+    problems = emit_first(tmp_path / NAME, f"{NAME}:4096x128:bf16", f"{NAME}:4096x128:bf16+offset")
     table = Table.load(tmp_path / NAME)
     assert {problem_of(tuned) for tuned in table.tuned} == {*problems}
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -78,7 +60,7 @@ print(package.explain(4096, 128, "bf16")["how"])
 
 
 def test_a_package_stands_alone(tmp_path: Path) -> None:
-    emit(tmp_path / NAME, "4096x128:bf16")
+    emit_first(tmp_path / NAME, f"{NAME}:4096x128:bf16")
     add_library(tmp_path / NAME)
     line = [sys.executable, "-c", STANDS_ALONE.format(folder=str(tmp_path), name=NAME)]
     done = subprocess.run(line, cwd=REPOSITORY, capture_output=True, text=True, check=False)

@@ -13,31 +13,15 @@ import pytest
 import torch
 
 from generator.emulate import find_compiler
-from generator.kernels.variant import make_variant
-from generator.package.emit import emit_package
-from generator.package.entries import PROVENANCE_KEYS, Entry, problem_of
-from generator.package.sources import variant_of
+from generator.package.entries import problem_of
 from generator.package.standalone import add_library
 from generator.paths import REPOSITORY
-from generator.problem import Problem
 from normforge import rms_norm, rms_norm_quantized
 from normforge.operations import FORMATS, QUANTIZED
 from normforge.table import Table
-from tests.support.packages import H200, compiled
-from tests.support.samples import space_of
+from tests.support.packages import emit_first
 
 FORMAT_OF = {operation.name: format for format, operation in FORMATS.items()}
-
-
-def emit(name: str, folder: Path) -> Problem:
-    problem = Problem.parse(f"{name}:4096x128:bf16")
-    variant = make_variant(next(space_of(name).legal(problem, H200)), problem)
-    provenance = dict.fromkeys(PROVENANCE_KEYS, "known")
-    entry = Entry(problem, variant, compiled(variant), "measured", provenance)
-    emit_package([entry], [], H200, folder)
-    (kernel,) = Table.load(folder).kernels()
-    assert variant_of(kernel) == variant
-    return problem
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
@@ -45,7 +29,7 @@ def test_emitted_package_is_imported_and_says_which_kernel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     folder = tmp_path / name
-    problem = emit(name, folder)
+    (problem,) = emit_first(folder, f"{name}:4096x128:bf16")
     assert [problem_of(tuned) for tuned in Table.load(folder).tuned] == [problem]
     monkeypatch.syspath_prepend(str(tmp_path))
     package = importlib.import_module(name)
@@ -96,7 +80,7 @@ def run(*line: str) -> str:
 
 def test_a_package_stands_alone(tmp_path: Path) -> None:
     name = QUANTIZED[0]
-    emit(name, tmp_path / name)
+    emit_first(tmp_path / name, f"{name}:4096x128:bf16")
     add_library(tmp_path / name)
     code = STANDS_ALONE.format(folder=str(tmp_path), name=name)
     assert run(sys.executable, "-c", code).strip() == "tuned"

@@ -16,14 +16,13 @@ from generator.kernels.nvrtc import Compiled
 from generator.kernels.variant import Variant
 from generator.operations import LAYERNORM_FORWARD
 from generator.package.emit import emit_package
-from generator.package.entries import PROVENANCE_KEYS, Entry
 from generator.package.fallback_kernels import compile_fallbacks, fallbacks_to_compile
 from generator.problem import Problem
 from generator.target import Target
 from normforge.frontends.layer_norm import LayerNormPackage
 from normforge.serve.kernels import source_of
 from tests.support.entry_points import write_layer_norm_package
-from tests.support.samples import plain_variant
+from tests.support.samples import plain_variant, planted_entry
 
 pytestmark = pytest.mark.gpu
 
@@ -43,13 +42,8 @@ EPS = 1e-5
 @pytest.fixture(scope="module")
 def folder(here: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gpu") / NAME
-    provenance = dict.fromkeys(PROVENANCE_KEYS, "known")
-    entries = []
-    for shape in SHAPES:
-        problem = Problem.parse(shape, NAME)
-        variant = plain_variant(problem, here, strategy="none")
-        compiled = compile_variant(variant, here.arch)
-        entries.append(Entry(problem, variant, compiled, "measured", provenance))
+    problems = [Problem.parse(shape, NAME) for shape in SHAPES]
+    entries = [planted_entry(problem, here, strategy="none") for problem in problems]
     emit_package(entries, [], here, folder)
     return folder
 
@@ -189,9 +183,7 @@ def fallbacks(here: Target, folder: Path, operation: str) -> Path:
     """A package with fallback kernels for bf16, and a tuned one, which a table has."""
     problem = Problem.parse("4096x1024:bf16", operation)
     strategy = "separate" if operation.endswith("backward") else "none"
-    variant = plain_variant(problem, here, strategy=strategy)
-    provenance = dict.fromkeys(PROVENANCE_KEYS, "known")
-    entry = Entry(problem, variant, compile_variant(variant, here.arch), "measured", provenance)
+    entry = planted_entry(problem, here, strategy=strategy)
 
     def compile(variants: list[Variant]) -> list[Compiled]:
         return [compile_variant(one, here.arch) for one in variants]

@@ -9,16 +9,14 @@ import pytest
 import torch
 from torch.nn import functional
 
-from generator.kernels.cubin_cache import compile_variant
 from generator.package.emit import emit_package
-from generator.package.entries import PROVENANCE_KEYS, Entry
 from generator.problem import Problem
 from generator.target import Target
 from normforge.api import Package
 from normforge.operations import RMSNORM_ADD_FORWARD
 from normforge.serve.kernels import source_of
 from tests.support.entry_points import write_package
-from tests.support.samples import plain_variant
+from tests.support.samples import planted_entry
 
 pytestmark = pytest.mark.gpu
 
@@ -31,13 +29,8 @@ EPS = 1e-6
 @pytest.fixture(scope="module")
 def folder(here: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gpu") / NAME
-    provenance = dict.fromkeys(PROVENANCE_KEYS, "known")
-    entries = []
-    for shape in SHAPES:
-        problem = Problem.parse(shape, NAME)
-        variant = plain_variant(problem, here, strategy="none")
-        compiled = compile_variant(variant, here.arch)
-        entries.append(Entry(problem, variant, compiled, "measured", provenance))
+    problems = [Problem.parse(shape, NAME) for shape in SHAPES]
+    entries = [planted_entry(problem, here, strategy="none") for problem in problems]
     emit_package(entries, [], here, folder)
     return folder
 

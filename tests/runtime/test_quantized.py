@@ -331,6 +331,34 @@ def test_a_traced_step_has_the_operators(mode: str) -> None:
     same(traced(*leaves), step(*leaves))
 
 
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_gradient_that_nobody_wants_is_not_computed(
+    frozen: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    backward = QuantizedFunctions.backward
+
+    def recorded(self: Any, *given: Any) -> Any:
+        found = backward(self, *given)
+        asked.append((*given[-2:], *(one is not None for one in found)))
+        return found
+
+    monkeypatch.setattr(QuantizedFunctions, "backward", recorded)
+    leaves = drawn()
+
+    def gradients(*wanted: torch.Tensor, run: Any = rms_norm_quantized) -> Any:
+        return torch.autograd.grad(run(*leaves, EPS, keep_y=True)[3].square().sum(), wanted)
+
+    both = gradients(*leaves)
+    leaves[frozen].requires_grad_(False)
+    left = leaves[1 - frozen]
+    run = torch.compile(rms_norm_quantized, fullgraph=True, backend="aot_eager")
+    for found in (gradients(left), gradients(left, run=run)):
+        torch.testing.assert_close(found, (both[1 - frozen],))
+    assert asked[0] == (True,) * 4
+    assert asked[1:] == [(frozen == 1, frozen == 0) * 2] * 2
+
+
 @each_format
 def test_the_operators_are_what_pytorch_asks_of_one(format: str) -> None:
     for dtype, options in ((torch.float32, (True, False)), (torch.bfloat16, (False, True))):
@@ -339,13 +367,14 @@ def test_the_operators_are_what_pytorch_asks_of_one(format: str) -> None:
         torch.library.opcheck(rms_norm_quantized_forward, (x, weight, *rest))
         torch.library.opcheck(rms_norm_quantized_forward, (x.t().contiguous().t(), None, *rest))
         rstd = rms_norm_quantized(x, weight, EPS)[2]
-        given = (torch.randn_like(x), x, weight, rstd, EPS, 0.0, "*/quantized")
-        torch.library.opcheck(rms_norm_quantized_backward, given)
+        given = (torch.randn_like(x), x, weight, rstd, EPS, 0.0)
+        for wanted in ((True, True), (True, False), (False, True)):
+            torch.library.opcheck(rms_norm_quantized_backward, (*given, *wanted, "*/quantized"))
         # PyTorch's operators give dx in the layout of x, and a wide weight has a wide gradient.
         alone = QuantizedFunctions(lambda name: "there are no kernels", f"alone {format} {dtype}")
         turned = [one.t().contiguous().t() for one in given[:2]]
         for weight in (given[2].float(), None):
-            given = (*turned, weight, rstd, EPS, 0.5, alone.name)
+            given = (*turned, weight, rstd, EPS, 0.5, True, weight is not None, alone.name)
             torch.library.opcheck(rms_norm_quantized_backward, given)
     assert normforge.quantized.operators.rms_norm_quantized.v1 is rms_norm_quantized_forward
 

@@ -20,11 +20,11 @@ from generator.kernels.knobs import KNOBS
 from generator.kernels.variant import make_variant
 from generator.problem import Problem, load_problems
 from generator.space import load
-from generator.space import space as space_module
 from generator.space.expressions import Names
 from generator.space.legal_configs import LegalConfigs
 from generator.space.load import SPACE_FILE, load_space, space_file
-from generator.space.space import Rule, Space
+from generator.space.space import Space
+from generator.space.walk import Rule
 from generator.target import Target, find_target, load_targets
 from generator.tuner.plan import Plan
 from tests.support.samples import REDUCTION, SPACE, problems, targets
@@ -131,15 +131,16 @@ def test_sample_is_legal_has_what_is_fixed_and_follows_from_the_seed(
 
 
 @pytest.mark.slow
-def test_enumeration_finds_what_brute_force_finds(write: Callable[[Any], Path]) -> None:
-    """A space small enough to try every combination of values."""
+@pytest.mark.parametrize("rule", ["ctas_per_sm > 0", "order == 'free'"])
+def test_enumeration_finds_what_brute_force_finds(write: Callable[[Any], Path], rule: str) -> None:
+    """The second rule leaves nothing to the strategy for which `order` means nothing."""
     values = {
-        **{"strategy": ["bulk_reduce", "separate"], "order": ["turns", "free"], "levels": [2, 1]},
+        **{"strategy": ["separate", "bulk_reduce"], "order": ["turns", "free"], "levels": [2, 1]},
         **{"pipeline": ["bulk", "direct"], "stages": [3, 2], "threads_per_row": [128, 64]},
         **{"rows_per_cta": [2, 8], "ctas_per_sm": [1, 4], "min_blocks": [0, 1]},
         **{"register_cap": [0, 32, 64]},
     }
-    content = changed()
+    content = with_rule(rule)
     for name, knob in content["knobs"].items():
         knob.setdefault("otherwise", knob["values"][0])
         knob["values"] = values.get(name, knob["values"][:1])
@@ -478,7 +479,7 @@ def test_contradiction_names_the_shape_the_gpu_and_the_rule_met_most(
     content: dict[str, Any],
     says: str,
 ) -> None:
-    monkeypatch.setattr(space_module, "PATIENCE", 20_000)
+    monkeypatch.setattr("generator.space.walk.PATIENCE", 20_000)
     with pytest.raises(NormforgeError) as caught:
         load_space(write(content)).sample(PROBLEM, find_target("h200"), random.Random(0))
     sentence = str(caught.value)
@@ -491,7 +492,7 @@ def test_search_for_a_legal_config_gives_up_after_its_patience(
 ) -> None:
     target = find_target("h200")
     assert len(list(islice(space.legal(PROBLEM, target), 3))) == 3
-    monkeypatch.setattr(space_module, "PATIENCE", len(space.knobs) - 1)
+    monkeypatch.setattr("generator.space.walk.PATIENCE", len(space.knobs) - 1)
     assert list(space.legal(PROBLEM, target)) == []
 
 

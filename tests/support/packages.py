@@ -15,10 +15,13 @@ from generator.kernels.variant import Variant, make_variant
 from generator.package.emit import emit_package
 from generator.package.entries import PROVENANCE_KEYS, Emission, Entry
 from generator.package.fallback_kernels import fallback_variants, first_choices
+from generator.package.sources import variant_of
 from generator.problem import Problem
 from generator.space.load import load_space
 from generator.target import Target, find_target
 from normforge.cubins import CUBINS
+from normforge.table import Table
+from tests.support.samples import space_of
 
 SPACE = load_space()
 H200 = find_target("h200")
@@ -66,6 +69,24 @@ def entry(shape: str, evidence: str = "measured", text: str = "cubin", **knobs: 
     variant = variant_for(problem, **knobs)
     provenance = dict.fromkeys(PROVENANCE_KEYS, "known") | {"us": 12.5, "tie": ["another"]}
     return Entry(problem, variant, compiled(variant, text), evidence, provenance)
+
+
+def first_entry(problem: Problem | str) -> Entry:
+    """Return an entry for a problem of any operation, with the first legal config of its space."""
+    if isinstance(problem, str):
+        problem = Problem.parse(problem)
+    variant = make_variant(next(space_of(problem.operation).legal(problem, H200)), problem)
+    facts = dict.fromkeys(PROVENANCE_KEYS, "known")
+    return Entry(problem, variant, compiled(variant), "measured", facts)
+
+
+def emit_first(folder: Path, *problems: str) -> list[Problem]:
+    """Emit a package with such entries, whose sources are those of their variants; the problems."""
+    entries = [first_entry(problem) for problem in problems]
+    emit_package(entries, [], H200, folder)
+    found = {variant.id: variant for variant in map(variant_of, Table.load(folder).kernels())}
+    assert found == {entry.variant.id: entry.variant for entry in entries}
+    return [entry.problem for entry in entries]
 
 
 @cache

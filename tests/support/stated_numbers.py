@@ -385,6 +385,7 @@ def hint_on_h100() -> list[str]:
     where = max(rotating.longer, key=rotating.longer.__getitem__)
     slower = sum(share > 0 for share in rotating.longer.values())
     with_it, every = notes.hinted("h100")
+    rotated, shapes = notes.hinted("h100", "compare")
     return [
         f"the hint slows {slower} of {len(rotating.longer)} winners of an H100, by up to"
         f" {percent(rotating.longer[where], 1)} ({where.partition(':')[0]}), and all by"
@@ -392,6 +393,7 @@ def hint_on_h100() -> list[str]:
         f" {rotating.hinted:.3f} times the floor with it, and {rotating.plain:.3f} without",
         f"after the flush {cold.hinted:.3f} and {cold.plain:.3f}",
         f"{with_it} of the H100's {every} kernels for tuned shapes have it",
+        f"{rotated} of the {shapes} for the shapes of `compare`, whose finals were held in",
     ]
 
 
