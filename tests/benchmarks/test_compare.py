@@ -100,6 +100,15 @@ def test_goals_over_all_shapes_miss_when_all_are_slow() -> None:
     assert found["faster than the best peer, each"] is True
 
 
+@pytest.mark.parametrize(
+    ("operation", "limit"), [("rmsnorm_backward", 1.12), ("layernorm_backward", 1.08)]
+)
+def test_the_mean_of_all_shapes_has_a_limit(operation: str, limit: float) -> None:
+    for ratio, met in ((limit - 1e-3, True), (limit + 1e-3, False)):
+        first, *_ = goals([row(problem, ratio) for problem in EVERY], operation)
+        assert (first.limit, first.met) == (f"≤ {limit} floor", met)
+
+
 def test_goals_stay_open_until_all_of_their_shapes_are_measured() -> None:
     found = verdicts(rows()[:5])
     assert set(found.values()) == {None}
@@ -209,8 +218,9 @@ def test_a_peer_that_is_not_installed_is_reported_and_left_out() -> None:
         raise ImportError("libcuda.so.1: no such file")
 
     present = replace(peer, needs=("torch",), load=broken)
-    found, missing = load_peers([absent, present], None)  # type: ignore[arg-type]
-    assert found == {}
+    there = replace(present, name="cudnn", load=lambda timer: good, overwrites_dy=True)
+    found, missing = load_peers([absent, present, there], None)  # type: ignore[arg-type]
+    assert found == {"cudnn": Contender(good, overwrites_dy=True)}
     assert missing == {
         "quack": "no-such-distribution not installed",
         "aten": "ImportError: libcuda.so.1: no such file",

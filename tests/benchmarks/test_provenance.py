@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import subprocess
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +87,16 @@ def test_a_package_is_named_by_its_table_and_each_cubin(table: str) -> None:
 def test_a_comparison_says_how_it_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeClock(monkeypatch)
     timer = Timer(torch.device("cpu"), condition=ROTATION)
-    found = describe(FACTS, timer, choose_peers("aten"), {}, MODULE, "rmsnorm_backward")
+    others = [
+        replace(peer, library=partial(str, peer.name)) for peer in choose_peers("cudnn,quack")
+    ]
+    peers = [*choose_peers("aten"), *others]
+    found = describe(FACTS, timer, peers, {}, MODULE, "rmsnorm_backward")
     harness = found["harness"]
     assert (harness["condition"], harness["order"]) == ("rotation", "balanced")
     assert found["peers"]["aten"].startswith("torch ")
+    versions = {name: said.split(", ")[0] for name, said in found["peers"].items()}
+    assert versions == {**versions, "quack": "quack", "cudnn": "cudnn"}, "each has its own"
     assert {"uuid", "commit", "harness"} <= set(SAME), "rows of one file have one origin"
     assert origin(FACTS, timed=False).items() <= found.items()
 
