@@ -355,6 +355,28 @@ def test_quartiles_that_are_far_apart_are_noise(scatter: float, noisy: bool) -> 
     assert bool(noise_in([[50.0] * 15, times])) is noisy
 
 
+@pytest.mark.parametrize(("times", "off"), [(0.99, False), (-0.99, False), (1.01, True)])
+@pytest.mark.parametrize(("unit", "slack"), [(0.125, 0.0), (0.0, 0.5), (0.125, 0.5)])
+def test_an_element_may_be_off_by_its_unit_and_its_slack(
+    unit: float, slack: float, times: float, off: bool
+) -> None:
+    ref = torch.full((3, 2), 4.0, dtype=torch.float64)
+    out = ref.clone()
+    out[2, 1] += times * (4.0 * unit * 1.001 + slack)
+    _, found = compare("dx", out, ref, unit, torch.full((3, 1), slack, dtype=torch.float64))
+    assert found.startswith("dx[2, 1] is ") if off else not found
+
+
+@pytest.mark.parametrize("wrong", [("dx",), ("dw",), ("dx", "dw")])
+def test_the_first_output_that_is_wrong_is_named(wrong: tuple[str, ...]) -> None:
+    bounds = RMSNORM_BACKWARD.bounds(PROBLEM, INPUTS)
+    outputs = {name: bound.reference.clone() for name, bound in bounds.items()}
+    assert accuracy.compare_all(outputs, bounds).fault == ""
+    for name in wrong:
+        outputs[name].view(-1)[5] += 100.0
+    assert accuracy.compare_all(outputs, bounds).fault.startswith(f"{wrong[0]}[")
+
+
 @pytest.mark.parametrize("row", [0, 7, 9])
 def test_every_chunk_of_rows_is_compared(row: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accuracy, "CHUNK_ELEMENTS", 80)  # two rows of forty
