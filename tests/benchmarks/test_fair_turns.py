@@ -101,7 +101,7 @@ def test_everybody_has_the_median_of_all_rounds(run: Any) -> None:
 
 
 def test_host_times_are_of_everybodys_own_calls(run: Any) -> None:
-    """Of 20 calls, in which SERIES comes four times."""
+    """They are means of 20 calls, in which SERIES comes four times."""
     assert {name: cell.host_us for name, cell in run.cells.items()} == {
         name: pytest.approx(OWN[name] + 23.2) for name in CONTENDERS
     }
@@ -183,5 +183,5 @@ def test_each_has_inputs_of_its_own_for_each_set(run: Any) -> None:
 
 
 def test_a_ratio_is_the_median_of_those_of_one_round() -> None:
-    """Of 1, 5 and 4; the quotient of the medians is 2, and 3 is the middle of sorted ones."""
+    """The middle of 1, 5 and 4 is 4; the quotient of the medians is 2, and 3 is the middle of sorted ones."""
     assert paired_ratio([3.0, 10.0, 4.0], [3.0, 2.0, 1.0]) == 4.0

@@ -1,5 +1,5 @@
-"""What pages say of kernels, conditions, checks and errors, on files made by hand: the answers are
-worked out beside them, and none by the code that it judges."""
+"""Kernels, conditions, checks and errors on pages, from files made by hand: the answers are worked
+out beside them, and none by the code that it judges."""
 
 from __future__ import annotations
 

@@ -208,7 +208,7 @@ def test_gains_are_of_pairs_of_one_round() -> None:
 
 
 def test_the_plot_has_gains_with_their_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of six pairs the interval goes from the least to the most."""
+    """The interval of six pairs goes from the least to the most."""
     pyplot, axes = MagicMock(), MagicMock()
     pyplot.subplots.return_value = MagicMock(), axes
     monkeypatch.setattr(page_text, "pyplot", lambda: pyplot)

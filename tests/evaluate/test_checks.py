@@ -350,7 +350,7 @@ def test_ratios_are_to_the_floor_of_the_same_round() -> None:
 
 @pytest.mark.parametrize(("scatter", "noisy"), [(0.065, False), (0.067, True)])
 def test_quartiles_that_are_far_apart_are_noise(scatter: float, noisy: bool) -> None:
-    """Of a floor of 50 us that is more than 5 % and 0.8 us."""
+    """They may be 5 % apart and 0.8 us, which is 1.6 % of a floor of 50 us."""
     times = [100.0 * (1 + scatter * (i % 3 - 1) / 2) for i in range(15)]
     assert bool(noise_in([[50.0] * 15, times])) is noisy
 
