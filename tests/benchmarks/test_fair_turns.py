@@ -183,5 +183,5 @@ def test_each_has_inputs_of_its_own_for_each_set(run: Any) -> None:
 
 
 def test_a_ratio_is_the_median_of_those_of_one_round() -> None:
-    """The middle of 1, 5 and 4 is 4; the quotient of the medians is 2, and 3 is the middle of sorted ones."""
+    """The middle of 1, 5 and 4. The quotient of medians is 2, and 3 the middle of sorted ones."""
     assert paired_ratio([3.0, 10.0, 4.0], [3.0, 2.0, 1.0]) == 4.0
