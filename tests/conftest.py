@@ -38,7 +38,9 @@ if "OMP_NUM_THREADS" not in os.environ:
 
 # The server of a worker's processes starts once, for whichever test comes first: a fork of it has
 # everything imported.
-multiprocessing.set_forkserver_preload(["tests.support.fake_run", "optuna.storages.journal"])
+multiprocessing.set_forkserver_preload(
+    ["tests.support.fake_run", "optuna.storages.journal", "sklearn.ensemble"]
+)
 
 
 @cache

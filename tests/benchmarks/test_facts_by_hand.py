@@ -57,14 +57,15 @@ def test_the_hint_under_a_condition(folder: Path, monkeypatch: pytest.MonkeyPatc
     assert found.longer == {A: pytest.approx(0.05), B: pytest.approx(0.05), C: pytest.approx(-0.05)}
     # The cube roots of 1.05 * 4.2 * 1.9 = 8.379 and of 1 * 4 * 2 = 8.
     assert (found.hinted, found.plain) == (pytest.approx(2.0311, abs=1e-4), pytest.approx(2.0))
-    monkeypatch.setattr(notes, "hinted", lambda gpu: (3, 4))
-    slows, after, have = stated_numbers.hint_on_h100()
+    monkeypatch.setattr(notes, "hinted", lambda gpu, shapes="": (1, 2) if shapes else (3, 4))
+    slows, after, have, rotated = stated_numbers.hint_on_h100()
     assert slows == (
         "the hint slows 2 of 3 winners of an H100, by up to 5.0 % (4096x256), and all by 1.6 % in"
         " the mean: they take 2.031 times the floor with it, and 2.000 without"
     )
     assert after == "after the flush 1.000 and 1.100"
     assert have == "3 of the H100's 4 kernels for tuned shapes have it"
+    assert rotated == "1 of the 2 for the shapes of `compare`, whose finals were held in"
 
 
 def test_kernels_without_an_exchange(folder: Path) -> None:

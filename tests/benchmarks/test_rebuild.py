@@ -122,9 +122,9 @@ def test_missing_and_damaged_packages_are_one_sentence(
 def test_some_kernels_of_the_committed_packages_agree(capsys: pytest.CaptureFixture[str]) -> None:
     """All that are drawn from a package that this NVRTC made."""
     for mode in ([], ["--sources"]):
-        code, said = run(capsys, "--kernels", "2", *mode)
+        code, said = run(capsys, "--kernels", "1", *mode)
         assert code == 0
         for line in said.splitlines():
             name, _, rest = line.partition(": ")
             if f"made by NVRTC {nvrtc_version()}," in rest:
-                assert rest.startswith("2 of 2 kernels agree"), name
+                assert rest.startswith("1 of 1 kernels agree"), name

@@ -234,10 +234,13 @@ def test_kernels_under_the_sanitizer_pass_in_the_emulator(
     drawn: list[tuple[Variant, str]], strategy: str
 ) -> None:
     """They have the rows and the grid that compute-sanitizer gets. The emulator checks every
-    access."""
+    access. Of kernels that were drawn for the same, which take seconds each, it gets the first."""
+    first: dict[tuple[str, int], Variant] = {}
     for variant, bug in drawn:
-        if bug or str(strategy_of(variant.config)) != strategy:
-            continue
+        if not bug and str(strategy_of(variant.config)) == strategy:
+            first.setdefault((variant.operation, variant.N), variant)
+    assert len(first) >= 4
+    for variant in first.values():
         problem = next(p for p in PROBLEMS if (p.operation, p.N) == (variant.operation, variant.N))
         problem = replace(problem, M=SANITIZED_ROWS)
         spec = variant.spec(H200.sms)

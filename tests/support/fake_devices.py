@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import sklearn.ensemble  # noqa: F401 - each of the forked processes would import it, for seconds
+
 from generator.errors import NormforgeError
 from generator.evaluate.evaluator import Evaluator, Pool
 from generator.kernels.nvrtc import Compiled

@@ -33,6 +33,7 @@ from generator.studies.study_log import StudyLog
 from generator.tuner.lifecycle import exclusive_run
 from tests.support.fake_gpu import FakeCompiler, FakeGpu, Landscape, Log, Weather, born, key, plant
 from tests.support.patience import patience
+from tests.support.searches import quick_proposals
 from tests.support.synthetic import PROBLEM, TARGET, shrink
 
 SECONDS = 4.0
@@ -109,7 +110,7 @@ def nap(seconds: float) -> None:
 
 
 def drive(run: Run) -> None:
-    """Search one problem as tune.py does."""
+    """Search one problem as tune.py does, a space that a search sweeps whatever it proposes."""
     # The server that forks this process has its signal mask from whoever needed it first, which may
     # have been a shielded start of a worker. A shell gives tune.py an open one.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -120,6 +121,7 @@ def drive(run: Run) -> None:
     compiler = FakeCompiler(run.log, run.landscape)
     try:
         with (
+            quick_proposals(),
             exclusive_run(run.folder) as stop,
             CompilePool("sm_90a", 2, run.folder, compile=compiler, method="fork") as pool,
             MeasuredEvaluator(

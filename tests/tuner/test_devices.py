@@ -43,6 +43,8 @@ from tests.support.fake_devices import (
 from tests.support.fake_supervisor import FakeSupervisor
 from tests.support.synthetic import LEGAL, FakePool, shrink
 
+pytestmark = pytest.mark.usefixtures("quick_proposals")
+
 
 def open_fake(folder: Path, delay: float, index: int) -> FakeDevice:
     return FakeDevice(folder, delay)
