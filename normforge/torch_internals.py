@@ -62,6 +62,11 @@ transforms_active: Callable[[], bool] = _find("_are_functorch_transforms_active"
 """Returns True while torch.func is transforming what runs (grad, vmap, …). Where nobody says so,
 torch.func refuses a node of autograd by itself."""
 
+hooks_for_all: Callable[[], Any] = _find(
+    "_has_any_global_hook", lambda: True, torch.nn.modules.module
+)
+"""Returns what is true while there are hooks for all modules, as profilers register them."""
+
 disable_modes: Callable[[], AbstractContextManager[Any]] = _find(
     "_disable_current_modes", nullcontext, _python_dispatch
 )

@@ -9,24 +9,26 @@ import torch
 from ..torch_internals import PLAIN_TYPES, float_of, served_dtype, watched
 from .layer_text import BEFORE, BEHIND, KEPT
 from .nodes import EagerNormOfStream
-from .patch import ModuleForward
+from .patch import ModuleForward, forward_of, served_by
 from .rms_norm import Norm
 from .row_nodes import applied
-from .tried import eps_of, is_hooked
+from .tried import dtype_by, eps_of, is_hooked
 
 
-def calls_of(norm: Norm, offset: bool, narrow: bool) -> dict[str, ModuleForward]:
-    """Return the functions by the names under which a rewritten forward calls them. offset: 1 is
-    added to weights; narrow: the norms' results are in x's dtype, whatever the weight's."""
-    number = float(offset)
+def calls_of(norm: Norm, casting: str) -> dict[str, ModuleForward]:
+    """Return the functions by the names under which a rewritten forward calls them. casting: how
+    the norms were patched."""
+    number, patched = float(casting == "gemma"), forward_of(norm, casting)
 
     def fits(module: Any, x: Any, r: Any) -> bool:
         """Return True where the module's own forward has results in x's dtype, as `rms_norm` has
-        them, and may be left out."""
+        them, and may be left out: it may have been replaced, wrapped or patched otherwise."""
         if not (isinstance(x, torch.Tensor) and isinstance(r, torch.Tensor)):
             return False
-        dtype = x.dtype if narrow else torch.promote_types(x.dtype, module.weight.dtype)
-        return dtype == x.dtype == r.dtype and r.shape == x.shape and not is_hooked(module)
+        if served_by(module) is not patched or is_hooked(module):
+            return False
+        dtype = dtype_by(casting, x.dtype, module.weight.dtype)
+        return dtype == x.dtype == r.dtype and r.shape == x.shape
 
     def behind(module: Any, x: Any, r: Any) -> Any:
         if not fits(module, x, r):

@@ -14,23 +14,14 @@ from ..serve.options import DTYPES
 from . import rewritten
 from .layer_calls import calls_of
 from .layer_text import Joined, join, results_of_calls
-from .patch import REMADE, ModuleForward, original_class, replace_forwards
+from .patch import REMADE, ModuleForward, forward_of, original_class, replace_forwards, served_by
 from .rms_norm import Norm
-from .tried import (
-    UNTRIED,
-    alike,
-    are_close,
-    evenly,
-    formula_of,
-    is_called_so,
-    results_of,
-    rows_to_try,
-    with_its_dtype,
-)
+from .tried import alike, are_close, evenly, is_called_so, results_of, rows_to_try
 
 _log = logging.getLogger(__name__)
 LAYER = "layer"
 """The name of what is patched here, beside the norms."""
+_ROUNDED_ONCE = ("torch", "gemma", "widening", "weight's")
 
 
 def fuse_sums(norm: Norm, model: torch.nn.Module) -> list[str]:
@@ -47,12 +38,14 @@ def fuse_sums(norm: Norm, model: torch.nn.Module) -> list[str]:
 def _joins_of(module: Any) -> Joined:
     """Return which norms of a module may be joined with what, by its text."""
     names = [name for name, one in module.named_children() if is_called_so("RMSNorm", one)]
-    return _joined(original_class(type(module)), Joined(*[tuple(names)] * 3))
+    kind = original_class(type(module))
+    return _joined(kind, kind.forward, Joined(*[tuple(names)] * 3))
 
 
 @cache
-def _joined(kind: Any, allowed: Joined) -> Joined:
-    """Return which norms of a class are joined with what, of those that are allowed."""
+def _joined(kind: Any, _: Any, allowed: Joined) -> Joined:
+    """Return which norms of a class are joined with what, of those that are allowed, in the forward
+    that it has now."""
     made = rewritten.of_class(kind) if allowed.names else None
     return Joined() if made is None else join(made, allowed)
 
@@ -68,25 +61,24 @@ def _forward_for(norm: Norm, module: Any) -> ModuleForward | str:
         return "its norms have weights of several lengths"
     if any(hasattr(type(one), "_package_norm") for one in norms):
         return "its norms are a package's own, which take residual and add"
-    known = {formula_of(one) for one in norms}
-    if len(known) > 1 or not known <= {"torch", "gemma"}:
-        return "its norms do not all compute xhat * w or xhat * (1 + w)"
-    (formula,) = known
-    assert formula is not None and formula != UNTRIED
-    offset, kind = formula == "gemma", original_class(type(module))
-    joins = _joined(kind, _with_kernels(norm, joins.names, weight, offset))
+    found = {served_by(one) for one in norms}
+    casting = next((one for one in _ROUNDED_ONCE if found == {forward_of(norm, one)}), None)
+    if casting is None:
+        return "its norms were not all patched to compute xhat * w, or all xhat * (1 + w)"
+    kind = original_class(type(module))
+    offered = _with_kernels(norm, joins.names, weight, casting == "gemma")
+    joins = _joined(kind, kind.forward, offered)
     if not joins.names:
         return f"no kernel that adds serves rows of {len(weight)} columns here"
-    narrow = all(with_its_dtype(one, formula) == formula for one in norms)
-    found = _forward_of(norm, kind, joins, offset, narrow)
+    forward = _forward_of(norm, kind, joins, casting)
     try:
-        same = _computes_the_same(module, joins.names, found)
+        same = _computes_the_same(module, joins.names, forward)
     except Exception:  # another kind of layer
         return "it raises an error on the CPU without what stands between its norms"
     if not same:
         return "it computes something else without what stands between its norms"
     _log.info("patch joins in a %s: %s", kind.__name__, joins)
-    return found
+    return forward
 
 
 def _with_kernels(norm: Norm, names: tuple[str, ...], weight: torch.Tensor, offset: bool) -> Joined:
@@ -104,13 +96,17 @@ def _with_kernels(norm: Norm, names: tuple[str, ...], weight: torch.Tensor, offs
     return Joined(*(names if there else () for there in (behind, before, kept)))
 
 
+def _forward_of(norm: Norm, kind: Any, joins: Joined, casting: str) -> ModuleForward:
+    """Return the forward of a class whose norms are joined so. casting: as of `calls_of`."""
+    return _made(norm, kind, kind.forward, joins, casting)
+
+
 @cache
-def _forward_of(norm: Norm, kind: Any, joins: Joined, offset: bool, narrow: bool) -> ModuleForward:
-    """Return the forward of a class whose norms are joined so. offset, narrow: as of `calls_of`."""
+def _made(norm: Norm, kind: Any, _: Any, joins: Joined, casting: str) -> ModuleForward:
     made = rewritten.of_class(kind)
     assert made is not None and join(made, joins) == joins
-    found = rewritten.compiled(kind, made, calls_of(norm, offset, narrow))
-    setattr(found, REMADE, partial(_forward_of, norm, kind, joins, offset, narrow))
+    found = rewritten.compiled(kind, made, calls_of(norm, casting))
+    setattr(found, REMADE, partial(_forward_of, norm, kind, joins, casting))
     return found
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ..torch_internals import disable_modes
+from .rewritten import with_arguments_of
 from .rms_norm import Norm
 from .tried import (
     EPS_NAMES,
@@ -30,8 +31,9 @@ from .tried import (
 )
 
 CASTINGS = ("llama", "gemma", "torch")
-ORIGINAL, _SERVED = "_normforge_original", "_normforge_served"
-"""Attributes of a patched class: the class that it was made of, and what it serves."""
+ORIGINAL, _SERVED, _BY = "_normforge_original", "_normforge_served", "_normforge_by"
+"""Attributes of a patched class: the class that it was made of, what it serves, and the
+ModuleForward that does."""
 REMADE = "_normforge_remade"  # attribute of what makes a ModuleForward out of a pickle
 _LIBRARY = Path(__file__).parent.parent
 ALREADY = "a package serves it already"
@@ -70,7 +72,7 @@ def patch(norm: Norm, model: torch.nn.Module, casting: str | None = None) -> lis
     def forward_for(module: Any) -> ModuleForward | str:
         if type(module) is torch.nn.RMSNorm:
             one = len(module.normalized_shape) == 1
-            return _forward_of(norm, "torch") if one else "it normalises several dimensions"
+            return forward_of(norm, "torch") if one else "it normalises several dimensions"
         if hasattr(type(module), "_package_norm"):
             return ALREADY
         if not _looks_like_one(module):
@@ -80,13 +82,13 @@ def patch(norm: Norm, model: torch.nn.Module, casting: str | None = None) -> lis
             told = "gemma" if casting == "gemma" else "torch"
             if formula not in (told, UNTRIED):
                 return f"it computes something else than {casting}"
-            return _forward_of(norm, casting)
+            return forward_of(norm, casting)
         if formula == UNTRIED:
             return "it raises an error on rows in fp32 on the CPU, in two to four dimensions"
         if formula is None:
             return "it computes something else than xhat * w and xhat * (1 + w)"
         found = with_its_dtype(module, formula)
-        return "its results have other dtypes" if found is None else _forward_of(norm, found)
+        return "its results have other dtypes" if found is None else forward_of(norm, found)
 
     return replace_forwards(model, "RMSNorm", forward_for)
 
@@ -167,6 +169,12 @@ def is_served(module: torch.nn.Module, norm: str) -> bool:
     return getattr(type(module), _SERVED, None) == norm
 
 
+def served_by(module: Any) -> ModuleForward | None:
+    """Return the forward that `replace_forwards` gave a module, if any."""
+    found: ModuleForward | None = getattr(type(module), _BY, None)
+    return found
+
+
 def original_forward(module: torch.nn.Module, *given: Any) -> Any:
     """Compute what the forward of such a module computed before."""
     return getattr(type(module), ORIGINAL).forward(module, *given)
@@ -208,8 +216,9 @@ def _looks_like_one(module: Any) -> bool:
 
 
 @cache
-def _forward_of(norm: Norm, casting: str) -> ModuleForward:
-    """The forward of a module whose norm a package computes."""
+def forward_of(norm: Norm, casting: str) -> ModuleForward:
+    """The forward of a module whose norm a package computes. casting: as of `patch` or
+    `with_its_dtype`."""
     offset = 1.0 if casting == "gemma" else 0.0
 
     def rounded_once(self: Any, x: torch.Tensor) -> Any:
@@ -233,7 +242,7 @@ def _forward_of(norm: Norm, casting: str) -> ModuleForward:
 
     others = {"llama": rounded_twice, "widening": widening, "weight's": as_its_weight}
     found = others.get(casting, rounded_once)
-    setattr(found, REMADE, partial(_forward_of, norm, casting))
+    setattr(found, REMADE, partial(forward_of, norm, casting))
     return found
 
 
@@ -242,14 +251,6 @@ def _patched(kind: Any, norm: str, forward: ModuleForward) -> type:
     """A subclass of a class of norms, with another forward, whose arguments have the same names and
     defaults."""
     original = original_class(kind)
-    _, *given = inspect.signature(original.forward).parameters.values()
-    kinds = inspect.Parameter
-    stars: dict[Any, str] = {kinds.VAR_POSITIONAL: "*", kinds.VAR_KEYWORD: "**"}
-    names = ", ".join(stars.get(one.kind, "") + one.name for one in given)
-    scope: dict[str, Any] = {"served": forward}
-    exec(f"def forward(self, {names}):\n    return served(self, {names})", scope)
-    defaults = (one.default for one in given if one.default is not kinds.empty)
-    scope["forward"].__defaults__ = tuple(defaults)
 
     def reduce(self: Any, protocol: Any) -> Any:
         """The class, which no module has, by what it is made of."""
@@ -262,7 +263,7 @@ def _patched(kind: Any, norm: str, forward: ModuleForward) -> type:
         return ", ".join(filter(None, (original.extra_repr(self), "by Normforge")))
 
     members = {
-        "forward": scope["forward"],
+        "forward": with_arguments_of(original.forward, forward),
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
         "__doc__": kind.__doc__,
@@ -270,6 +271,7 @@ def _patched(kind: Any, norm: str, forward: ModuleForward) -> type:
         "__reduce_ex__": reduce,
         ORIGINAL: kind,
         _SERVED: norm,
+        _BY: forward,
     }
     found = type(kind.__name__, (kind,), members)
     return found

@@ -2,12 +2,13 @@
 forward has them: a class of another version, or of another model, may not."""
 
 from __future__ import annotations
+import __future__
 
 import ast
 import inspect
-import textwrap
 from collections.abc import Callable, Mapping
-from types import FunctionType
+from functools import lru_cache
+from types import CodeType, FunctionType
 from typing import Any
 
 Forward = Callable[..., Any]
@@ -45,14 +46,20 @@ class _Heads(ast.NodeTransformer):
 
 def of_class(kind: Any) -> ast.FunctionDef | None:
     """Return the text of a class's forward as a tree, without types; None where it has none, has
-    decorators that may do anything, or names what is neither an argument nor a global."""
+    decorators that may do anything, names what is neither an argument nor a global, or is not what
+    runs: it was wrapped since, or its file has changed."""
     forward = plain_forward(kind)
     try:
         lines, first = inspect.getsourcelines(forward)
-        (made,) = ast.parse(textwrap.dedent("".join(lines))).body
+        # Without the spaces before its lines, strings of several lines would be others.
+        tree = ast.parse("if 1:\n" * lines[0][:1].isspace() + "".join(lines))
+        known = _codes_of("".join(inspect.findsource(forward)[0]), forward.__code__.co_filename)
     except (OSError, TypeError, SyntaxError, ValueError):
         return None
-    if not isinstance(made, ast.FunctionDef) or forward.__closure__ is not None:
+    made = next((node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)), None)
+    if made is None or forward.__closure__ is not None or forward.__code__ not in known:
+        return None
+    if _wrappers(kind.forward) != len(made.decorator_list) or _has_private_names(made):
         return None
     for decorator in made.decorator_list:
         match decorator:
@@ -64,8 +71,30 @@ def of_class(kind: Any) -> ast.FunctionDef | None:
         if one is not None:
             one.annotation = None
     made.returns, made.decorator_list = None, []
-    ast.increment_lineno(made, first - 1)
+    ast.increment_lineno(made, first - 1 - lines[0][:1].isspace())
     return made
+
+
+@lru_cache(maxsize=8)
+def _codes_of(text: str, file: str) -> frozenset[CodeType]:
+    """Return what functions of a file are compiled to."""
+    left, found = [compile(text, file, "exec", dont_inherit=True)], set[CodeType]()
+    while left:
+        found.add(code := left.pop())
+        left += (one for one in code.co_consts if isinstance(one, CodeType))
+    return frozenset(found)
+
+
+def _wrappers(forward: Any) -> int:
+    """Return how many functions a function is wrapped in."""
+    return 1 + _wrappers(forward.__wrapped__) if hasattr(forward, "__wrapped__") else 0
+
+
+def _has_private_names(made: ast.FunctionDef) -> bool:
+    """Return True if a text has names that mean something else outside its class."""
+    nodes = ast.walk(made)
+    names = (getattr(node, of, None) or "" for node in nodes for of in ("id", "attr", "arg"))
+    return any(name.startswith("__") and not name.endswith("__") for name in names)
 
 
 def plain_forward(kind: Any) -> Any:
@@ -91,7 +120,9 @@ def compiled(kind: Any, made: ast.FunctionDef, served: Mapping[str, Forward]) ->
     make.body.insert(0, made)
     ast.fix_missing_locations(tree)
     scope = dict(forward.__globals__)  # the defaults are computed once more
-    exec(compile(tree, forward.__code__.co_filename, "exec", dont_inherit=True), scope)
+    code = forward.__code__
+    flags = code.co_flags & __future__.annotations.compiler_flag  # they may name what is not there
+    exec(compile(tree, code.co_filename, "exec", flags, dont_inherit=True), scope)
     found = scope["make"](**served)
     return among(found, forward.__globals__, forward)
 
@@ -107,3 +138,22 @@ def among(function: Any, scope: dict[str, Any], like: Any) -> Forward:
 def global_of(kind: Any, name: str = _ROTATE) -> Any:
     """Return a global that a class's forward uses."""
     return plain_forward(kind).__globals__.get(name)
+
+
+def with_arguments_of(original: Any, forward: Forward) -> Any:
+    """A method with the arguments of another one and their defaults, which gives them on."""
+    kinds, none = inspect.Parameter, inspect.Parameter.empty
+    given = list(inspect.signature(original).parameters.values())
+    marks: dict[Any, str] = {
+        kinds.VAR_POSITIONAL: "*{0}",
+        kinds.VAR_KEYWORD: "**{0}",
+        kinds.KEYWORD_ONLY: "{0}={0}",
+    }
+    names = ", ".join(marks.get(one.kind, "{0}").format(one.name) for one in given)
+    bare = inspect.Signature([one.replace(annotation=none, default=none) for one in given])
+    scope: dict[str, Any] = {"served": forward}
+    exec(f"def forward{bare}:\n    return served({names})", scope)
+    found, known = scope["forward"], [one for one in given if one.default is not none]
+    found.__defaults__ = tuple(one.default for one in known if one.kind != kinds.KEYWORD_ONLY)
+    found.__kwdefaults__ = {o.name: o.default for o in known if o.kind == kinds.KEYWORD_ONLY}
+    return found

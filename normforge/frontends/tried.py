@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from ..torch_internals import hooks_for_all
+
 Parameters = Mapping[str, torch.Tensor | None]
 Results = list[torch.Tensor | None]
 
@@ -36,10 +38,11 @@ def eps_of(module: Any) -> float | None:
 
 def is_hooked(module: Any) -> bool:
     """Return True if a call of a module does more than its class's forward: it has hooks, or a
-    forward of its own."""
+    forward of its own, or there are hooks for all modules."""
     of_forward = module._forward_pre_hooks or module._forward_hooks
     of_backward = module._backward_pre_hooks or module._backward_hooks
-    return bool(of_forward or of_backward or "forward" in vars(module))
+    own = of_forward or of_backward or "forward" in vars(module)
+    return bool(own or hooks_for_all())
 
 
 def what_tells(module: torch.nn.Module) -> Any:
@@ -177,15 +180,17 @@ def with_its_dtype(module: Any, formula: str) -> str | None:
     "weight's" where it gives the weight's; else None."""
     width = len(module.weight)
     given = dtypes_of_results(module, {"weight": evenly(-1, 2, width)}, width)
-    rules: dict[str, Callable[[torch.dtype, torch.dtype], torch.dtype]] = {
-        formula: lambda x, weight: x
-    }
-    if formula == "torch":
-        rules |= {"widening": torch.promote_types, "weight's": lambda x, weight: weight}
-    for served, rule in rules.items():
-        if all(dtype == rule(*pair) for pair, dtype in given.items()):
+    for served in (formula, *(("widening", "weight's") if formula == "torch" else ())):
+        if all(dtype == dtype_by(served, *pair) for pair, dtype in given.items()):
             return served
     return None
+
+
+def dtype_by(served: str, x: torch.dtype, weight: torch.dtype) -> torch.dtype:
+    """Return the dtype of the results of a norm that is served so, as of `with_its_dtype`."""
+    if served == "weight's":
+        return weight
+    return torch.promote_types(x, weight) if served == "widening" else x
 
 
 def is_layer_norm(module: Any) -> bool:

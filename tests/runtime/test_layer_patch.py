@@ -140,7 +140,7 @@ class Needing(Layer):
 
 
 LEFT = {
-    Centred: "its norms do not all compute",
+    Centred: "its norms were not all patched",
     Several: "its norms have weights of several lengths",
     Needing: "it raises an error on the CPU",
 }
