@@ -146,7 +146,7 @@ def test_norms_have_results_of_their_own_dtype(norm: Any, rows: torch.dtype) -> 
     model.norm1, model.norm2 = norm(N), norm(N)
     plain, fused = both(filled(model).bfloat16())
     assert type(fused) is not NormAlone
-    assert equal_bits(results(fused, rows)[:1], results(plain, rows)[:1])
+    assert equal_bits(results(fused, rows), results(plain, rows))
 
 
 @pytest.mark.parametrize("kind", [Layer, LlamaLayer, GemmaLayer])
