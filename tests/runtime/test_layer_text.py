@@ -149,6 +149,35 @@ def test_rows_and_stream_are_freed_at_once(backward: bool) -> None:
         gc.enable()
 
 
+class Unlike(torch.Tensor):
+    """A gradient of another type, as a collective's that has not arrived."""
+
+
+@torch.no_grad()
+def test_gradients_of_a_stream_do_not_go_the_quick_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That adds none, and the other ways tell who sees them."""
+    norm = normforge.rms_norm.__self__  # type: ignore[attr-defined]
+    x, weight, dy, dstream = (
+        randn(*one, seed=i) for i, one in enumerate([(B, N), (N,), *[(B, N)] * 2])
+    )
+    _, rstd = norm.rmsnorm_forward(x, weight, 1e-4)
+    given = (dy, x, weight, rstd, 1e-4, 0.0, True, True)
+    alone = norm.gradients(*given)
+    monkeypatch.setattr(norm, "_quick", lambda *_: alone)
+    dx, dw = norm.gradients(*given, dstream)
+    torch.testing.assert_close([dx, dw], [alone[0] + dstream, alone[1]])
+    monkeypatch.setattr(norm, "run", lambda *_: pytest.fail("a subclass reached a kernel"))
+    dx, _ = norm.gradients(*given, dstream.as_subclass(Unlike))
+    torch.testing.assert_close(dx.as_subclass(torch.Tensor), alone[0] + dstream)
+
+
+def test_a_stream_without_a_gradient_gets_none() -> None:
+    norm, weight = normforge.rms_norm.__self__, leaf(N)  # type: ignore[attr-defined]
+    of = normforge.frontends.layer_calls.norm_of_stream
+    y, stream = of(norm, randn(B, N), weight, 1e-4, 0)
+    assert (y.requires_grad, stream.requires_grad) == (True, False)
+
+
 class Trained(LlamaLayer):
     """Cannot be tried as in training, where its results are never the same."""
 
