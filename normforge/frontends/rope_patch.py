@@ -13,7 +13,7 @@ import torch
 from ..operations import RMSNORM_ROPE_BACKWARD, RMSNORM_ROPE_FORWARD
 from ..serve.options import DTYPES
 from . import rewritten
-from .patch import REMADE, ModuleForward, original_class, replace_forwards
+from .patch import REMADE, ModuleForward, original_class, replace_forwards, served_by
 from .rope import RotatedFunctions
 from .tried import UNTRIED, alike, are_close, eps_of, evenly, formula_of, results_of, with_its_dtype
 
@@ -52,11 +52,14 @@ def forward_that_serves(rotated: RotatedFunctions, module: Any) -> ModuleForward
     formula, other = map(formula_of, norms)
     if formula is None or formula == UNTRIED or formula != other:
         return "its norms do not both compute xhat * w or xhat * (1 + w)"
+    patched, of_keys = map(served_by, norms)
+    if patched is None or patched is not of_keys:
+        return "its norms were not both patched alike"
     if missing := _without_kernels(rotated, norms[0].weight, formula == "gemma"):
         return missing
     narrow = all(with_its_dtype(norm, formula) == formula for norm in norms)
     kind: Any = type(module)
-    found = _forward_of(rotated, kind, formula == "gemma", narrow)
+    found = _forward_of(rotated, kind, formula == "gemma", narrow, patched)
     if found is None:
         return "its forward is not q_norm, k_norm and then apply_rotary_pos_emb"
     try:
@@ -82,11 +85,12 @@ def _without_kernels(rotated: RotatedFunctions, weight: torch.Tensor, offset: bo
 
 @cache
 def _forward_of(
-    rotated: RotatedFunctions, kind: Any, offset: bool, narrow: bool
+    rotated: RotatedFunctions, kind: Any, offset: bool, narrow: bool, patched: ModuleForward
 ) -> ModuleForward | None:
     """Return the forward of a class whose queries and keys `rms_norm_rope` serves; None for another
     text. offset: 1 is added to weights; narrow: the norms' results are in x's dtype, whatever that
-    of the weight."""
+    of the weight; patched: what serves the norms alone. Others, which took their place, are
+    called."""
     kind = original_class(kind)
     tree = rewritten.of_class(kind)
     turn = rewritten.global_of(kind)
@@ -103,13 +107,21 @@ def _forward_of(
 
     def serve(self: Any, q: Any, k: Any, cos: Any, sin: Any) -> Any:
         """Return q and k (B, H, S, D), normalized and rotated."""
-        if not (_fits(self.q_norm, q, cos, narrow) and _fits(self.k_norm, k, cos, narrow)):
+        both = served_by(self.q_norm) is patched is served_by(self.k_norm)
+        fits = both and _fits(self.q_norm, q, cos, narrow) and _fits(self.k_norm, k, cos, narrow)
+        if not fits:
             return turn(self.q_norm(q), self.k_norm(k), cos, sin)
         return heads(self.q_norm, q, cos, sin), heads(self.k_norm, k, cos, sin)
 
     found = rewritten.compiled(kind, tree, {rewritten.SERVED: serve})
-    setattr(found, REMADE, partial(_forward_of, rotated, kind, offset, narrow))
+    made = getattr(patched, REMADE)
+    setattr(found, REMADE, partial(_remade, rotated, kind, offset, narrow, made))
     return found
+
+
+def _remade(*given: Any) -> ModuleForward | None:
+    *others, made = given
+    return _forward_of(*others, made())
 
 
 def _fits(norm: Any, x: Any, cos: Any, narrow: bool) -> bool:

@@ -75,6 +75,16 @@ def check(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
 NAMES = ["q_norm", "k_norm", ""]
 
 
+@pytest.mark.parametrize("name", ["q_norm", "k_norm"])
+def test_a_norm_that_became_another_module_is_called(name: str) -> None:
+    plain, fused = filled(Attention()), filled(Attention())
+    normforge.patch(plain)
+    assert normforge.patch(fused, fuse=True) == NAMES
+    for model in (plain, fused):
+        setattr(model, name, filled(torch.nn.LayerNorm(WIDTH)))
+    check(results(fused, turns()), results(plain, turns()))
+
+
 @pytest.mark.parametrize("batch", [1, B])
 @pytest.mark.parametrize("kind", [Attention, GemmaAttention])
 def test_queries_and_keys_are_normalized_and_rotated_at_once(
