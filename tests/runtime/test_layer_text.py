@@ -1,5 +1,5 @@
-"""What stands in the text of a layer decides what is joined, and what its tensors are decides what
-is left out: layers that look alike and mean something else."""
+"""The text of a layer decides what is joined, and its tensors decide what is left out. These are
+layers that look alike and mean something else."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ALL = Joined(*[("norm1", "norm2")] * 3)
 
 
 def joined(text: str) -> tuple[Joined, str]:
-    """What is joined in a forward, and its new text."""
+    """Return what is joined in a forward, and its new text."""
     (made,) = ast.parse("def forward(self, x, r):\n" + textwrap.indent(text, "    ")).body
     assert isinstance(made, ast.FunctionDef)
     found = join(made, ALL)
@@ -155,7 +155,7 @@ class Unlike(torch.Tensor):
 
 @torch.no_grad()
 def test_gradients_of_a_stream_do_not_go_the_quick_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That adds none, and the other ways tell who sees them."""
+    """The quick way adds no gradient, and tells nobody who watches of one."""
     norm = normforge.rms_norm.__self__  # type: ignore[attr-defined]
     x, weight, dy, dstream = (
         randn(*one, seed=i) for i, one in enumerate([(B, N), (N,), *[(B, N)] * 2])
