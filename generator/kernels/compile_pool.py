@@ -84,6 +84,12 @@ class CompilePool:
     def _start(self, processes: int) -> ProcessPoolExecutor:
         return ProcessPoolExecutor(processes, context_of(self._method), _begin)
 
+    def _replace(self) -> None:
+        """Begin another pool, with the lock. The processes of a broken one are ended here, too:
+        they ignore the SIGTERM with which it would end them itself."""
+        end_pool(self._pool)
+        self._pool = self._start(self.processes)
+
     def _submit(self, pool: ProcessPoolExecutor, variant: AnyVariant) -> Future[Compiled]:
         with shielded():
             return pool.submit(self._compile, variant, self.arch, self.cache_folder)
@@ -94,9 +100,7 @@ class CompilePool:
                 try:
                     future = self._submit(self._pool, variant)
                 except BrokenProcessPool:
-                    # Its other processes, which no SIGTERM of the executor's reaches.
-                    end_pool(self._pool)
-                    self._pool = self._start(self.processes)
+                    self._replace()
                     future = self._submit(self._pool, variant)
             except (OSError, RuntimeError) as error:  # no process or no thread can be started now
                 future = Future()
@@ -120,8 +124,7 @@ class CompilePool:
         except TimeoutError as error:
             with self._replacing:
                 if self._homes[future] is self._pool:  # else another thread has replaced it
-                    end_pool(self._pool)
-                    self._pool = self._start(self.processes)
+                    self._replace()
             return self._alone(variant, timeout, error)
         except Exception as error:
             return self._alone(variant, timeout, error)
