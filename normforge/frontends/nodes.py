@@ -111,10 +111,7 @@ class EagerNormOfStream(torch.autograd.Function):
         eps: float | None,
         weight_offset: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        y, rstd = norm.forward(x, weight, eps, weight_offset)
-        ctx.save_for_backward(x, weight, rstd)
-        ctx.norm, ctx.eps, ctx.weight_offset = norm, eps, weight_offset
-        ctx.set_materialize_grads(False)
+        y = EagerNorm.forward(ctx, norm, x, weight, eps, weight_offset)
         return y, x  # autograd makes a view of it
 
     @staticmethod
