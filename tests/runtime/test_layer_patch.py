@@ -17,7 +17,7 @@ from normforge.api import Package
 from normforge.frontends.norm_add import NormAndAdd
 from tests.support.entry_points import equal_bits, filled, leaf, randn
 from tests.support.foreign_norms import CentredRMSNorm, PlainRMSNorm
-from tests.support.layer_classes import GemmaLayer, Layer, N
+from tests.support.layer_classes import SMALL, GemmaLayer, Layer, N
 from tests.support.norm_add import Kernels
 
 B, S = 2, 5
@@ -177,23 +177,12 @@ def test_rows_without_a_kernel_are_left_alone_on_a_gpu(
 
 # ---- Models of transformers ----------------------------------------------------------------------
 
-SIZES = {
-    "vocab_size": 32,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "pad_token_id": 0,
-}
-
 
 @pytest.mark.parametrize("name", ["Olmo2", "Olmo3", "Gemma2", "Gemma3"])
 def test_models_of_transformers(name: str, kernels: Kernels) -> None:
     transformers: Any = pytest.importorskip("transformers", reason="needs transformers")
     kind = "Gemma3Text" if name == "Gemma3" else name
-    config = getattr(transformers, f"{kind}Config")(**SIZES)
+    config = getattr(transformers, f"{kind}Config")(**SMALL)
     model = filled(getattr(transformers, f"{name}ForCausalLM")(config))
     ids = torch.randint(1, 32, (2, 9))
 

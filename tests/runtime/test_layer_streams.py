@@ -21,7 +21,7 @@ from normforge.frontends.layer_patch import _with_kernels
 from normforge.frontends.norm_add import NormAndAdd
 from tests.support.entry_points import equal_bits, filled, leaf, randn
 from tests.support.foreign_norms import OffsetRMSNorm
-from tests.support.layer_classes import GemmaLayer, LlamaLayer, N
+from tests.support.layer_classes import SMALL, GemmaLayer, LlamaLayer, N
 
 B, S = 2, 5
 SUM, STREAM, ALONE = "EagerAddNormBackward", "EagerNormOfStreamBackward", "EagerNormBackward"
@@ -453,16 +453,6 @@ def test_layers_without_such_sums_are_not_asked(
 
 # ---- Models of transformers ----------------------------------------------------------------------
 
-SIZES = {
-    "vocab_size": 32,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "pad_token_id": 0,
-}
 MODELS = {"Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Gemma", "Granite", "Phi3", "SmolLM3"}
 MODELS |= {"Glm", "Glm4", "Ernie4_5"}
 
@@ -474,7 +464,7 @@ def step(model: Any, ids: torch.Tensor) -> list[torch.Tensor]:
 
 def model_of(name: str) -> Any:
     transformers: Any = pytest.importorskip("transformers", reason="needs transformers")
-    config = getattr(transformers, f"{name}Config")(**SIZES)
+    config = getattr(transformers, f"{name}Config")(**SMALL)
     return filled(getattr(transformers, f"{name}ForCausalLM")(config)).eval()
 
 

@@ -31,6 +31,7 @@ from tests.support.attention_classes import (
 )
 from tests.support.entry_points import equal_bits, filled, leaf, randn
 from tests.support.foreign_norms import CentredRMSNorm
+from tests.support.layer_classes import SMALL
 
 B, S = 2, 5
 
@@ -341,16 +342,7 @@ def test_other_packages_fuse_nothing(package: Package, caplog: pytest.LogCapture
 
 # ---- Models of transformers ----------------------------------------------------------------------
 
-SIZES = {
-    "vocab_size": 32,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "pad_token_id": 0,
-}
+SIZES = {**SMALL, "head_dim": 16}
 
 
 def model_of(name: str) -> Any:

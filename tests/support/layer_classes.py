@@ -11,6 +11,18 @@ from tests.support.foreign_norms import OffsetRMSNorm, PlainRMSNorm
 N = 16
 """The columns of their rows."""
 
+SMALL = {
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+}
+"""Sizes of small models of transformers."""
+
 
 class SelfAttention(nn.Linear):
     def __init__(self) -> None:
