@@ -50,17 +50,16 @@ __all__ = [
 ]
 
 
-def names_of(operation: str, module: str, names: Sequence[str]) -> Callable[[str], Any]:
-    """The `__getattr__` of a module whose names are those of an operation's packages, or of the
-    `functions` of a module called `operation`."""
+def names_of(
+    find: Callable[[str], Any], of: str, module: str, names: Sequence[str]
+) -> Callable[[str], Any]:
+    """The `__getattr__` of a module whose names are those of what `find` finds, asked for `of` when
+    one is first used."""
 
     def found(name: str) -> Any:
         if name not in names:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        if operation in _FUNCTIONS:
-            package = import_module(f"{__name__}.{operation}").functions
-        else:
-            package = chosen_package(operation)
+        package = find(of)
         value = package.provenance if name == "PROVENANCE" else getattr(package, name)
         setattr(sys.modules[module], name, value)
         return value
@@ -157,6 +156,11 @@ def collect(path: str | PathLike[str] | None = None) -> Recorder:
     """
     found: Recorder = import_module(f"{__name__}.serve.collect").collect(path)
     return found
+
+
+def functions_of(module: str) -> Any:
+    """Return the functions of one of _FUNCTIONS."""
+    return import_module(f"{__name__}.{module}").functions
 
 
 def chosen_package(operation: str) -> Any:

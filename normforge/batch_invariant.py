@@ -12,7 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from normforge import names_of
+from normforge import chosen_package, names_of
 
 __all__ = [
     "PROVENANCE",
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     unpatch = _package.unpatch
     warmup = _package.warmup
 else:
-    __getattr__ = names_of("rmsnorm_invariant_backward", __name__, __all__)
+    __getattr__ = names_of(chosen_package, "rmsnorm_invariant_backward", __name__, __all__)
 
 
 def __dir__() -> list[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from normforge import names_of
+from normforge import functions_of, names_of
 
 __all__ = [
     "RMSNormGated",
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     rms_norm_gated = _package.rms_norm_gated
     unpatch = _package.unpatch
 else:
-    __getattr__ = names_of("gated_packages", __name__, __all__)
+    __getattr__ = names_of(functions_of, "gated_packages", __name__, __all__)
 
 
 def __dir__() -> list[str]:

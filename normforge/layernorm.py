@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from normforge import names_of
+from normforge import chosen_package, names_of
 
 __all__ = [
     "PROVENANCE",
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     uninstall = _package.uninstall
     unpatch = _package.unpatch
 else:
-    __getattr__ = names_of("layernorm_backward", __name__, __all__)
+    __getattr__ = names_of(chosen_package, "layernorm_backward", __name__, __all__)
 
 
 def __dir__() -> list[str]:

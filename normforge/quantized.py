@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from normforge import names_of
+from normforge import functions_of, names_of
 
 __all__ = [
     "explain",
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     operators = _package.operators
     rms_norm_quantized = _package.rms_norm_quantized
 else:
-    __getattr__ = names_of("quantized_packages", __name__, __all__)
+    __getattr__ = names_of(functions_of, "quantized_packages", __name__, __all__)
 
 
 def __dir__() -> list[str]:

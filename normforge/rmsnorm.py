@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from normforge import names_of
+from normforge import chosen_package, names_of
 
 __all__ = [
     "PROVENANCE",
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     use_native = _package.use_native
     warmup = _package.warmup
 else:
-    __getattr__ = names_of("rmsnorm_backward", __name__, __all__)
+    __getattr__ = names_of(chosen_package, "rmsnorm_backward", __name__, __all__)
 
 
 def __dir__() -> list[str]:

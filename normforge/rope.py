@@ -11,7 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from normforge import names_of
+from normforge import functions_of, names_of
 
 __all__ = [
     "explain",
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     qk_norm_rope = _package.qk_norm_rope
     rms_norm_rope = _package.rms_norm_rope
 else:
-    __getattr__ = names_of("rope_packages", __name__, __all__)
+    __getattr__ = names_of(functions_of, "rope_packages", __name__, __all__)
 
 
 def __dir__() -> list[str]:
