@@ -285,6 +285,23 @@ def test_text_has_an_encoding_whatever_the_locale() -> None:
     assert len(unnamed_encodings(ast.parse(planted))) == 7
 
 
+def lone_supers(tree: ast.AST) -> int:
+    """Count calls of `super()` that no attribute follows at once: from Python 3.12 on torch.compile
+    refuses to trace them."""
+    isolated = [node for node in ast.walk(tree) if ast.unparse(node) == "super()"]
+    calls = [node for node in isolated if isinstance(node, ast.Call)]
+    followed = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    return len(calls) - sum(node.value in calls for node in followed)
+
+
+def test_super_is_followed_by_an_attribute() -> None:
+    trees = {name: ast.parse(path.read_text("utf-8")) for name, path in sources().items()}
+    assert {name: count for name, tree in trees.items() if (count := lone_supers(tree))} == {}
+    assert (
+        lone_supers(ast.parse("a = super() if b else c; super().d(); (super()).e; f(super())")) == 2
+    )
+
+
 def test_a_file_is_read_in_one_sitting() -> None:
     assert too_long(sources(), MOST_LINES) == {}
     assert too_long(files_of(REPOSITORY / "tests"), MOST_TEST_LINES) == {}

@@ -104,18 +104,12 @@ class InvariantNorm(Norm):
         """
         if bias is not None:
             raise ValueError(NO_INVARIANT_BIAS)
-        norm: Any = super() if matches is None else self.matching(matches)
-        return norm.rms_norm(
-            x,
-            weight,
-            eps,
-            *others,
-            weight_offset=weight_offset,
-            residual=residual,
-            add=add,
-            out_dtype=out_dtype,
-            residual_dtype=residual_dtype,
-        )
+        options: Any = {"weight_offset": weight_offset, "residual": residual, "add": add}
+        options |= {"out_dtype": out_dtype, "residual_dtype": residual_dtype}
+        if matches is not None:
+            norm: Any = self.matching(matches)
+            return norm.rms_norm(x, weight, eps, *others, **options)
+        return super().rms_norm(x, weight, eps, *others, **options)
 
     def matching(self, name: str) -> Norm:
         """The norm whose forward has the bits that `name` stands for; see `rms_norm`."""
