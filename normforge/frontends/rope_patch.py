@@ -15,7 +15,17 @@ from ..serve.options import DTYPES
 from . import rewritten
 from .patch import REMADE, ModuleForward, original_class, replace_forwards, served_by
 from .rope import RotatedFunctions
-from .tried import UNTRIED, alike, are_close, eps_of, evenly, formula_of, results_of, with_its_dtype
+from .tried import (
+    UNTRIED,
+    alike,
+    are_close,
+    eps_of,
+    evenly,
+    formula_of,
+    is_hooked,
+    results_of,
+    with_its_dtype,
+)
 
 ATTENTION = "attention"
 """The name of what is patched here, beside the norms."""
@@ -125,8 +135,9 @@ def _remade(*given: Any) -> ModuleForward | None:
 
 
 def _fits(norm: Any, x: Any, cos: Any, narrow: bool) -> bool:
-    """Return True if whole heads are turned, and the result has x's dtype."""
-    if x.dim() != 4 or cos.shape[-1] != x.shape[-1] or eps_of(norm) is None:
+    """Return True if whole heads are turned, the result has x's dtype, and a call of the norm does
+    nothing else: by hooks, for example, tensor parallelism sums the gradients of its weight."""
+    if x.dim() != 4 or cos.shape[-1] != x.shape[-1] or eps_of(norm) is None or is_hooked(norm):
         return False
     normed = x.dtype if narrow else torch.promote_types(x.dtype, norm.weight.dtype)
     return torch.promote_types(normed, cos.dtype) == x.dtype

@@ -86,6 +86,26 @@ def test_a_norm_that_became_another_module_is_called(name: str) -> None:
     check(results(fused, turns()), results(plain, turns()))
 
 
+@pytest.mark.parametrize("name", ["q_norm", "k_norm"])
+@pytest.mark.parametrize(
+    "register",
+    ["register_forward_hook", "register_full_backward_hook", "register_forward_pre_hook"],
+)
+def test_norms_with_hooks_are_called(name: str, register: str, served: list[Any]) -> None:
+    """Tensor parallelism in transformers has such hooks: they sum the gradients of the weights."""
+    model, seen = filled(Attention()), list[str]()
+    assert normforge.patch(model, fuse=True) == NAMES
+    served.clear()  # it was tried
+    wanted = results(model, turns())
+    assert len(served) == 2
+    handle = getattr(getattr(model, name), register)(lambda *_: seen.append(name))
+    check(results(model, turns()), wanted)
+    assert seen == [name] and len(served) == 2
+    handle.remove()
+    assert equal_bits(results(model, turns()), wanted)
+    assert seen == [name] and len(served) == 4
+
+
 @pytest.mark.parametrize("batch", [1, B])
 @pytest.mark.parametrize("kind", [Attention, GemmaAttention])
 def test_queries_and_keys_are_normalized_and_rotated_at_once(
