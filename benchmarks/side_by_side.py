@@ -47,6 +47,14 @@ def cores_of(process: int, processes: int) -> set[int]:
     return set(cores[first : first + share])
 
 
+def devices_of(text: str) -> list[int]:
+    """Parse indices of GPUs, `0,1,2`. Raises NormforgeError."""
+    devices = [device.strip() for device in text.split(",")]
+    if len({*devices}) < len(devices) or not all(device.isdecimal() for device in devices):
+        raise NormforgeError(f"GPUs are given as 0,1,2, each once, and not as {text}")
+    return [int(device) for device in devices]
+
+
 def visible(device: int) -> str:
     """Return the name of a GPU for CUDA, among those that this process may see. Raises
     NormforgeError."""
@@ -60,9 +68,7 @@ def visible(device: int) -> str:
 
 def run(args: argparse.Namespace, options: Sequence[str]) -> int:
     """Run a command with these options, shapes and file excepted. Raises NormforgeError."""
-    devices = [device.strip() for device in args.devices.split(",")]
-    if len({*devices}) < len(devices) or not all(device.isdecimal() for device in devices):
-        raise NormforgeError(f"GPUs are given as 0,1,2, each once, and not as {args.devices}")
+    devices = devices_of(args.devices)
     if not (FOLDER / f"{args.command}.py").exists():
         raise NormforgeError(f"no benchmark is called {args.command}: see benchmarks/README.md")
     shapes = parts(args.shapes, len(devices))
@@ -77,13 +83,15 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> int:
         for number, device in enumerate(devices):
             line = (sys.executable, "-m", f"benchmarks.{args.command}", *options)
             line += ("--shapes", shapes[number], "--out", str(files[number]))
-            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": visible(int(device))}
+            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": visible(device)}
             process = subprocess.Popen(line, env=environment)
             os.sched_setaffinity(process.pid, cores_of(number, len(devices)))
             running.callback(process.kill)
             processes.append(process)
         codes = [process.wait() for process in processes]
-    if bad := [device for device, code in zip(devices, codes, strict=True) if code not in (0, 1)]:
+    if bad := [
+        str(device) for device, code in zip(devices, codes, strict=True) if code not in (0, 1)
+    ]:
         raise NormforgeError(f"{args.command} failed on GPU {', '.join(bad)}: it says why above")
     write_json(args.out, merged([file for file in files if file.exists()]))
     return max(codes)

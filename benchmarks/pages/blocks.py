@@ -13,6 +13,7 @@ from benchmarks.pages.comparison import COMPARISON_BLOCKS
 from benchmarks.pages.families import FAMILY_BLOCKS
 from benchmarks.pages.functions import FUNCTION, described
 from benchmarks.pages.invariance import INVARIANCE_BLOCKS
+from benchmarks.pages.layers import LAYERS_BLOCKS
 from benchmarks.pages.method import METHOD_BLOCKS
 from benchmarks.pages.notes import NOTE_BLOCKS
 from benchmarks.pages.performance import PERFORMANCE_BLOCKS
@@ -30,6 +31,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     **TRAINING_BLOCKS,
     **FAMILY_BLOCKS,
     **INVARIANCE_BLOCKS,
+    **LAYERS_BLOCKS,
     **METHOD_BLOCKS,
     **NOTE_BLOCKS,
     **PERFORMANCE_BLOCKS,

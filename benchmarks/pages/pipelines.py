@@ -58,11 +58,11 @@ def conditions() -> str:
     return table((*header, "a trial", "worst first trial", "evict_last"), found)
 
 
-def packages(gpu: str) -> str:
+def packages(part: str) -> str:
     """The kernels of a package beside those of the one before it: how many shapes have another one,
     both over the floor, and the ratio of their times."""
     found = []
-    rows = read(f"packages_{gpu}")["rows"]
+    rows = read(f"packages_{part}")["rows"]
     for which, some in (
         ("all", rows),
         ("with another kernel", [r for r in rows if len({*r["kernels"].values()}) > 1]),
@@ -86,5 +86,5 @@ def packages(gpu: str) -> str:
 PIPELINE_BLOCKS: dict[str, Callable[[], str]] = {
     "pipelines": pipelines,
     "conditions": conditions,
-    **{f"packages_{gpu}": partial(packages, gpu) for gpu in GPUS},
+    **{f"packages_{part}": partial(packages, part) for part in (*GPUS, "more_h100")},
 }

@@ -8,6 +8,9 @@ from typing import Any
 from benchmarks.goals import geometric_mean
 from benchmarks.pages.text import read, table
 
+MOST_FEW = 256
+"""The most rows that count as few in the list of shapes of that name."""
+
 
 def few_rows() -> str:
     """Kernels of the nearest tuned M beside fallback kernels, by the number of rows."""
@@ -35,6 +38,27 @@ def few_rows() -> str:
     return table((*header, "fallback kernels: fastest to slowest", "ATen"), lines)
 
 
+def few_rows_tuned() -> str:
+    """Kernels that were tuned for few rows beside those that served these before, under
+    rotation."""
+    by_rows: dict[int, list[dict[str, Any]]] = {}
+    for row in read("packages_more_h100")["rows"]:
+        M = int(row["shape"].split("x")[0])
+        if M <= MOST_FEW:
+            by_rows.setdefault(M, []).append(row["rotation"])
+    lines = [
+        (
+            str(M),
+            str(len(rows)),
+            _mean(each["before"] for each in rows),
+            _mean(each["after"] for each in rows),
+            f"{max(each['floor_us'] * (each['after'] - 1) for each in rows):.1f} us",
+        )
+        for M, rows in sorted(by_rows.items())
+    ]
+    return table(("M", "shapes", "before", "tuned", "most above the floor"), lines)
+
+
 def _mean(ratios: Iterable[float]) -> str:
     return f"{geometric_mean(ratios):.2f}"
 
@@ -43,4 +67,4 @@ def _of(row: dict[str, Any], kernel: str) -> float:
     return next(float(own["ratio"]) for own in row["kernels"] if own["kernel"] == kernel)
 
 
-SHAPE_BLOCKS = {"few_rows": few_rows}
+SHAPE_BLOCKS = {"few_rows": few_rows, "few_rows_tuned": few_rows_tuned}

@@ -4,9 +4,10 @@
 
 A case is a model, a length of sequences, `eager`, `blocks` or `whole` (compiled block by block, or
 as one graph) and, if wanted, checkpointing: `llama3_8b,4096,eager`. It runs in --processes
-processes, one after another. In each, forward and backward of the same blocks run on the same
-weights with PyTorch's norm and with all others, in turns; the first steps do not count. Optimizer,
-embedding and head are left out. One contender is PyTorch's norm once more: it shows the noise.
+processes, one after another on each of --devices. In each, forward and backward of the same blocks
+run on the same weights with PyTorch's norm and with all others, in turns; the first steps do not
+count. Optimizer, embedding and head are left out. One contender is PyTorch's norm once more: it
+shows the noise.
 
 The results file is written after every process, and --resume goes on with it. A plot (.svg) comes
 beside it; --render only draws that, and needs no GPU. Exit code: 0 when all cases were measured, 1
@@ -21,12 +22,15 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import Any
 
 from benchmarks.command import command_line, exit_code, say
 from benchmarks.gpu import open_session, target_of
 from benchmarks.peers.peer import installed_version
 from benchmarks.results import kept, machine, module_facts, write_json
+from benchmarks.side_by_side import cores_of, devices_of, visible
 from benchmarks.training.steps import BLOCKS, TOKENS, Case, measure
 from benchmarks.training.summary import plot
 from generator.errors import NormforgeError
@@ -38,10 +42,11 @@ CASES = (
     "qwen3_2b,4096,eager",
     "llama3_8b,4096,blocks",
     "qwen3_2b,4096,blocks",
-    "qwen3_2b,8192,eager",
-    "qwen3_2b,4096,eager,checkpoint",
-    "qwen3_2b,4096,whole",
     "llama3_8b,8192,eager",
+    "qwen3_2b,8192,eager",
+    "llama3_8b,4096,whole",
+    "qwen3_2b,4096,whole",
+    "qwen3_2b,4096,eager,checkpoint",
 )
 ENVIRONMENT = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """The environment of the processes: with it cuBLAS repeats its bits, which deterministic algorithms
@@ -49,7 +54,6 @@ ask for."""
 PACKAGES = ("triton", "liger-kernel", "quack-kernels")
 SAME = (
     "gpu",
-    "uuid",
     "commit",
     "driver",
     "torch",
@@ -60,7 +64,8 @@ SAME = (
     "warmups",
     "kernels",
 )
-"""Keys of the facts that must not differ between the processes of one file."""
+"""Keys of the facts that must not differ between the processes of one file. Each process has the
+`uuid` of its GPU: all that is compared with each other ran in one process."""
 OPERATIONS = ("rmsnorm_backward", "rmsnorm_invariant_backward")
 """Operations of the packages whose kernels take part."""
 
@@ -69,11 +74,12 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     found = command_line(__doc__, out=None, seconds=3600.0)
     found.add_argument("--cases", default=";".join(CASES), help="separated by semicolons")
-    found.add_argument("--processes", type=int, default=3, help="of each case")
+    found.add_argument("--processes", type=int, default=8, help="of each case")
+    found.add_argument("--devices", default="0", help="indices of GPUs, such as 0,1,2,3")
     found.add_argument(
-        "--rounds", type=int, default=20, help="least steps of each way in a process"
+        "--rounds", type=int, default=10, help="least steps of each way in a process"
     )
-    found.add_argument("--warmups", type=int, default=10, help="steps before, which do not count")
+    found.add_argument("--warmups", type=int, default=5, help="steps before, which do not count")
     found.add_argument("--resume", action="store_true", help="keep what --out has")
     found.add_argument("--render", action="store_true", help="only draw the plot of --out")
     found.add_argument("--one", help=argparse.SUPPRESS)  # a case, in this process
@@ -111,28 +117,57 @@ def measure_and_plot(cases: list[Case], args: argparse.Namespace) -> int:
 def run(cases: list[Case], args: argparse.Namespace) -> int:
     """Measure what is missing; returns the exit code. Raises NormforgeError."""
     until = time.monotonic() + args.seconds
+    devices = devices_of(args.devices)
     here = environment(args.rounds, args.warmups)
     former = kept(args.out, here, SAME) if args.resume else {}
     document: dict[str, Any] = {"environment": here, "cases": former.get("cases", {})}
-    left = 0
-    for case in cases:
-        found = document["cases"].setdefault(str(case), [])
-        for number in range(len(found), args.processes):
-            if time.monotonic() > until:
+    free: SimpleQueue[int] = SimpleQueue()
+    for place in range(len(devices)):
+        free.put(place)
+    bad = set[Case]()
+
+    def one(case: Case, number: int) -> dict[str, Any] | None:
+        """Run a process on the next free GPU; None without time, or after one of its case
+        failed."""
+        place = free.get()
+        try:
+            if time.monotonic() > until or case in bad:
+                return None
+            line = [sys.executable, "-m", "benchmarks.training", "--one", str(case)]
+            line += ["--rounds", str(args.rounds), "--warmups", str(args.warmups)]
+            line += ["--process", str(number)]
+            environment = {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": visible(devices[place])}
+            pipe = subprocess.PIPE
+            with subprocess.Popen(line, stdout=pipe, stderr=pipe, text=True, env=environment) as it:
+                os.sched_setaffinity(it.pid, cores_of(place, len(devices)))
+                out, error = it.communicate()
+            if it.returncode:
+                bad.add(case)
+                say(f"{case}: {error[-2000:]}")
+                return None
+            return dict(json.loads(out.splitlines()[-1]))
+        finally:
+            free.put(place)
+
+    left, lost = 0, set[Case]()
+    with ThreadPoolExecutor(len(devices)) as pool:
+        began = time.monotonic()
+        jobs = [
+            (case, number, pool.submit(one, case, number))
+            for case in cases
+            for number in range(len(document["cases"].get(str(case), [])), args.processes)
+        ]
+        for case, number, job in jobs:
+            found = job.result()
+            if found is None:
+                lost.add(case)
+            if found is None or case in lost:  # also what ran beside it: numbers have no gaps
                 left += 1
                 continue
-            began = time.monotonic()
-            one = [sys.executable, "-m", "benchmarks.training", "--one", str(case)]
-            one += ["--rounds", str(args.rounds), "--warmups", str(args.warmups)]
-            one += ["--process", str(number)]
-            done = subprocess.run(one, capture_output=True, text=True, check=False, env=ENVIRONMENT)
-            if done.returncode:
-                say(f"{case}: {done.stderr[-2000:]}")
-                left += 1
-                break
-            found.append(json.loads(done.stdout.splitlines()[-1]))
+            document["cases"].setdefault(str(case), []).append(found)
             write_json(args.out, document)
-            print(f"{case}, process {number + 1}: {time.monotonic() - began:.0f} s", flush=True)
+            seconds = time.monotonic() - began
+            print(f"{case}, process {number + 1}: after {seconds:.0f} s", flush=True)
     return 1 if left else 0
 
 

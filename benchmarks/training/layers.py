@@ -1,12 +1,14 @@
-"""Print the kernels of one compiled layer of a model of transformers, but for matrix products and
-attention: what norms, rotary embedding, additions and activations cost together.
+"""Print the kernels of one layer of a model of transformers, but for matrix products and attention:
+what norms, rotary embedding, additions and activations cost together.
 
     python -m benchmarks.training.layers --models qwen3,olmo2 --ways inductor,backend,fused
 
-Forward and backward of a layer run in turns under every way: plain Inductor (`inductor`), the norms
-by `inductor_backend()` (`backend`), norms and attention by `patch(fuse=True)` under Inductor
-(`fused`), and both (`both`). For each the command prints milliseconds of all kernels of a step and
-of those beside products and attention, then the latter by name. Needs transformers and a GPU.
+Forward and backward of a layer run in turns under every way. Compiled: plain Inductor (`inductor`),
+the norms by `inductor_backend()` (`backend`), by `patch` under Inductor (`patched`), norms with
+their neighbours by `patch(fuse=True)` under Inductor (`fused`), and this and the backend (`both`).
+Not compiled: the model as it is (`eager`), `eager_patched` and `eager_fused`. For each the command
+prints milliseconds of all kernels of a step and of those beside products and attention, then the
+latter by name. --out keeps all of it in a file. Needs transformers and a GPU.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from copy import deepcopy
+from dataclasses import dataclass
 from importlib import import_module
 from statistics import median
 from typing import Any
@@ -25,13 +28,26 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.command import OPTIONS
+from benchmarks.gpu import open_session, target_of
+from benchmarks.peers.peer import installed_version
+from benchmarks.results import machine, module_facts, write_json
 from benchmarks.training.steps import TOKENS
+from generator.evaluate.gpu.order import balanced_orders
+from generator.paths import GENERATED
+from normforge.table import TABLE
 
 Step = Callable[[], None]
 Kernels = list[tuple[str, float]]
 """Names of kernels, and their microseconds in one step."""
 
 MODELS: dict[str, dict[str, int]] = {
+    "llama": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
     "qwen3": {
         "hidden_size": 2048,
         "intermediate_size": 6144,
@@ -53,9 +69,36 @@ MODELS: dict[str, dict[str, int]] = {
         "num_key_value_heads": 32,
     },
 }
-"""The sizes of Qwen 3 1.7B, Gemma 3 4B and OLMo 2 7B."""
-CLASSES = {"qwen3": "Qwen3", "gemma3": "Gemma3", "olmo2": "Olmo2"}
-WAYS = ("inductor", "backend", "fused", "both")
+"""The sizes of Llama 3 8B, Qwen 3 1.7B, Gemma 3 4B and OLMo 2 7B."""
+TITLES = {
+    "llama": "Llama 3 8B",
+    "qwen3": "Qwen 3 1.7B",
+    "gemma3": "Gemma 3 4B",
+    "olmo2": "OLMo 2 7B",
+}
+CLASSES = {"llama": "Llama", "qwen3": "Qwen3", "gemma3": "Gemma3", "olmo2": "Olmo2"}
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to run a layer. patched: its norms are served; fuse: with their neighbours; backend: of
+    torch.compile, "normforge" for `inductor_backend()` and None for eager code."""
+
+    patched: bool = False
+    fuse: bool = False
+    backend: str | None = None
+
+
+WAYS = {
+    "eager": Way(),
+    "eager_patched": Way(patched=True),
+    "eager_fused": Way(patched=True, fuse=True),
+    "inductor": Way(backend="inductor"),
+    "backend": Way(backend="normforge"),
+    "patched": Way(patched=True, backend="inductor"),
+    "fused": Way(patched=True, fuse=True, backend="inductor"),
+    "both": Way(patched=True, fuse=True, backend="normforge"),
+}
 PRODUCTS = re.compile(
     r"gemm|cutlass|nvjet|xmma|cublas|splitk|sm\d+_|flash|fmha|cudnn|attention", re.I
 )
@@ -96,11 +139,14 @@ def step_of(layer: Layer, way: str, x: torch.Tensor, dy: torch.Tensor) -> Step:
     """Return forward and backward of a layer under a way."""
     import normforge
 
-    layer = deepcopy(layer)
-    if way in ("fused", "both"):
-        normforge.patch(layer, fuse=True)
-    backend: Any = normforge.inductor_backend() if way in ("backend", "both") else "inductor"
-    run = torch.compile(layer, backend=backend, fullgraph=True)
+    layer, how = deepcopy(layer), WAYS[way]
+    if how.patched:
+        normforge.patch(layer, fuse=how.fuse)
+    run: Any = layer
+    if how.backend is not None:
+        ours = how.backend == "normforge"
+        backend: Any = normforge.inductor_backend() if ours else how.backend
+        run = torch.compile(layer, backend=backend, fullgraph=True)
 
     def step() -> None:
         layer.zero_grad(set_to_none=True)
@@ -143,6 +189,27 @@ def report(model: str, way: str, steps: Iterable[Kernels]) -> str:
     return "\n".join(lines)
 
 
+def measure(model: str, ways: list[str], length: int, rounds: int) -> dict[str, list[Kernels]]:
+    """Return the kernels of every step of a model's layer, `rounds` or a few more under each way,
+    which take turns in a balanced order."""
+    torch.manual_seed(0)
+    layer = Layer(model, length, MODELS[model], "cuda")
+    shape = (TOKENS // length, length, MODELS[model]["hidden_size"])
+    x, dy = (torch.randn(shape, device="cuda").bfloat16() for _ in range(2))
+    x.requires_grad_()
+    steps = {}
+    for way in ways:
+        torch._dynamo.reset()
+        steps[way] = step_of(layer, way, x, dy)
+        for _ in range(3):
+            steps[way]()
+    found: dict[str, list[Kernels]] = {way: [] for way in ways}
+    for order in balanced_orders(len(ways), rounds, seed=0):
+        for way in (ways[index] for index in order):
+            found[way].append(kernels_of(steps[way]))
+    return found
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = argparse.ArgumentParser(
@@ -151,32 +218,35 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--models", default="qwen3,olmo2", help=f"of {','.join(MODELS)}")
     parser.add_argument("--ways", default=",".join(WAYS), help=f"of {','.join(WAYS)}")
     parser.add_argument("--length", type=int, default=4096, help="of a sequence")
-    parser.add_argument("--steps", type=int, default=12, help="of each way, in turns")
+    parser.add_argument("--rounds", type=int, default=12, help="least steps of each way")
+    parser.add_argument("--out", **OPTIONS["out"])
     args = parser.parse_args(argv)
     models, ways = args.models.split(","), args.ways.split(",")
     if not {*models} <= {*MODELS} or not {*ways} <= {*WAYS}:
         parser.error("unknown model or way")
     if not torch.cuda.is_available():
         parser.error("this needs a GPU")
+    layers: dict[str, dict[str, Any]] = {}
     for model in models:
-        torch.manual_seed(0)
-        layer = Layer(model, args.length, MODELS[model], "cuda")
-        shape = (TOKENS // args.length, args.length, MODELS[model]["hidden_size"])
-        x, dy = (torch.randn(shape, device="cuda").bfloat16() for _ in range(2))
-        x.requires_grad_()
-        steps = {}
-        for way in ways:
-            torch._dynamo.reset()
-            steps[way] = step_of(layer, way, x, dy)
-            for _ in range(3):
-                steps[way]()
-        found: dict[str, list[Kernels]] = {way: [] for way in ways}
-        for _ in range(args.steps):
-            for way, step in steps.items():
-                found[way].append(kernels_of(step))
-        for way in ways:
-            print(report(model, way, found[way]), flush=True)
+        layers[model] = {}
+        for way, steps in measure(model, ways, args.length, args.rounds).items():
+            print(report(model, way, steps), flush=True)
+            whole, others, by_name = summary(steps)
+            layers[model][way] = {"ms": whole, "others_ms": others, "kernels": by_name}
+        if args.out:
+            write_json(args.out, {"environment": environment(args.length), "layers": layers})
     return 0
+
+
+def environment(length: int) -> dict[str, Any]:
+    """Return the facts of a results file: the GPU, the versions, and the package of each
+    operation."""
+    session = open_session()
+    gpu = target_of(session.facts).name
+    tables = sorted((GENERATED / gpu).glob(f"*/{TABLE}"))
+    modules = {path.parent.name: module_facts(path.parent)["digest"] for path in tables}
+    facts = {"transformers": installed_version("transformers"), "modules": modules}
+    return {**machine(session.facts), "tokens": TOKENS, "length": length, **facts}
 
 
 if __name__ == "__main__":

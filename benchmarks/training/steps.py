@@ -181,11 +181,13 @@ class Steps:
 
 
 def measure(case: Case, rounds: int, warmups: int, process: int) -> dict[str, Any]:
-    """Measure a case in one process: milliseconds of every step by way, and why ways are missing.
+    """Measure a case in one process: milliseconds of every step by way, why ways are missing, and
+    the GPU's `uuid`.
     The first of several processes, number 0, also finds out whether bits repeat and, of eager
     steps, what norms take."""
     steps = Steps(case, torch.device("cuda"))
     found: dict[str, Any] = {"ms": steps.time(rounds, warmups, process), "missing": steps.reasons}
+    found["uuid"] = str(torch.cuda.get_device_properties(0).uuid)
     if process == 0:
         found["repeats_bits"] = {name: steps.repeats_bits(name) for name in steps.calls}
         if case.mode == "eager":

@@ -192,9 +192,12 @@ def test_intervals_of_a_median_are_those_of_the_textbooks(n: int, low: int, high
     assert Gain.of(values) == Gain((n + 1) / 2, float(low), float(high))
 
 
-def test_gains_are_of_pairs_of_one_round() -> None:
+def test_gains_are_of_pairs_of_one_round_and_each_process_counts_once() -> None:
     runs = [
-        {"ms": {BASELINE: [10.0, 20.0], "rms_norm": [5.0, 10.0]}, "norm_ms": {BASELINE: 3.0}},
+        {
+            "ms": {BASELINE: [10.0, 20.0, 25.0], "rms_norm": [5.0, 9.0, 12.5]},
+            "norm_ms": {BASELINE: 3.0},
+        },
         {
             "ms": {BASELINE: [30.0], "rms_norm": [15.0], "quack": [10.0]},
             "norm_ms": {BASELINE: 5.0},
@@ -204,18 +207,18 @@ def test_gains_are_of_pairs_of_one_round() -> None:
     (found,) = cases(document)
     assert found.title == "Llama 3 8B, sequences of 4096, eager"
     assert found.gains == {"quack": Gain(3.0, 3.0, 3.0), "rms_norm": Gain(2.0, 2.0, 2.0)}
-    assert (found.baseline_ms, found.norm_ms(BASELINE), found.norm_ms("quack")) == (20.0, 4.0, None)
+    assert (found.baseline_ms, found.norm_ms(BASELINE), found.norm_ms("quack")) == (22.5, 4.0, None)
 
 
 def test_the_plot_has_gains_with_their_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interval of six pairs goes from the least to the most."""
+    """The interval of six processes goes from the least to the most."""
     pyplot, axes = MagicMock(), MagicMock()
     pyplot.subplots.return_value = MagicMock(), axes
     monkeypatch.setattr(page_text, "pyplot", lambda: pyplot)
     base = [100.0, 101.0, 102.0, 104.0, 105.0, 110.0]
-    ours = {"ms": {BASELINE: base, "rms_norm": [100.0] * 6}}
-    both = {"ms": {**ours["ms"], "quack": [50.0] * 6}}
-    found = {"llama3_8b,4096,eager": [ours], "qwen3_2b,4096,eager": [both]}
+    ours = [{"ms": {BASELINE: [ms], "rms_norm": [100.0]}} for ms in base]
+    both = [{"ms": {**each["ms"], "quack": [50.0]}} for each in ours]
+    found = {"llama3_8b,4096,eager": ours, "qwen3_2b,4096,eager": both}
     assert plot({"cases": found, "environment": {"gpu": "GPU"}}, Path("x.svg")) == ""
     titles = [case.title for case in cases({"cases": found})]
     assert axes.set_yticks.call_args.args == (range(2), titles)
@@ -246,3 +249,39 @@ def test_resume_refuses_a_file_of_another_machine(
     assert out.read_text() == text
     out.write_text(json.dumps({"environment": here, "cases": {}}))
     assert command.main(asked) == 1
+
+
+ONE = """
+import argparse, json, os, sys
+parser = argparse.ArgumentParser()
+for name in ("one", "rounds", "warmups", "process"):
+    parser.add_argument(f"--{name}")
+args = parser.parse_args()
+if (args.one, args.process) == ("qwen3_2b,4096,eager", "1"):
+    sys.exit("planted")
+print(json.dumps(vars(args) | {"gpu": os.environ["CUDA_VISIBLE_DEVICES"]}))
+"""
+
+
+def test_processes_run_on_all_gpus_and_their_numbers_have_no_gaps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "training.py").write_text(ONE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(command.ENVIRONMENT, "PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(command, "environment", lambda *counts: {"gpu": "GPU"})
+    monkeypatch.setattr(command, "plot", lambda *_: "")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    asked = ["--out", "out.json", "--devices", "3,5", "--processes", "4"]
+    models = ["llama3_8b,4096,eager", "qwen3_2b,4096,eager"]
+    assert command.main([*asked, "--cases", ";".join(models)]) == 1
+    found = json.loads(Path("out.json").read_text())["cases"]
+    assert [each["process"] for each in found[models[0]]] == ["0", "1", "2", "3"]
+    assert {each["gpu"] for each in found[models[0]]} == {"3", "5"}
+    assert [each["process"] for each in found[models[1]]] == ["0"]
+    assert "planted" in capsys.readouterr().err
+    more = [*asked, "--cases", models[0], "--resume", "--processes", "6"]
+    assert command.main(more) == 0
+    found = json.loads(Path("out.json").read_text())["cases"]
+    assert [each["process"] for each in found[models[0]]] == [str(number) for number in range(6)]

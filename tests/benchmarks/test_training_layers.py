@@ -43,7 +43,7 @@ def test_products_and_attention_are_left_out() -> None:
 
 
 def test_what_there_is_not_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for given in (["--models", "gpt2"], ["--ways", "eager"]):
+    for given in (["--models", "gpt2"], ["--ways", "slowly"]):
         with pytest.raises(SystemExit, match="2"):
             layers.main(given)
     assert capsys.readouterr().err.count("unknown model or way") == 2

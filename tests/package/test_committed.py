@@ -46,10 +46,11 @@ def kernels_of(package: Path) -> list[KernelOf[Any]]:
 def test_every_committed_package_is_tested() -> None:
     names = ["/".join(package.parts[-2:]) for package in PACKAGES]
     norms = ("rmsnorm_backward", "rmsnorm_invariant_backward")
-    other = [f"{gpu}/{norm}" for gpu in ("gb200", "h100") for norm in norms]
     more = ("layernorm_backward", "layernorm_forward", "rmsnorm_add_forward")
     more += ("rmsnorm_mxfp8_forward", "rmsnorm_rope_backward", "rmsnorm_rope_forward")
-    assert names == [*other, *(f"h200/{norm}" for norm in sorted((*more, *norms)))]
+    of_h100 = ("gated_rmsnorm_backward", "gated_rmsnorm_forward", "rmsnorm_fp8_forward")
+    operations = {"gb200": norms, "h100": (*norms, *more, *of_h100), "h200": (*norms, *more)}
+    assert names == [f"{gpu}/{norm}" for gpu in operations for norm in sorted(operations[gpu])]
 
 
 @each_package
@@ -107,12 +108,12 @@ def test_committed_package_has_all_kernels_and_nothing_else(package: Path) -> No
 def test_committed_package_is_small_enough_to_be_read(package: Path) -> None:
     found = snapshot(package)
     kernels = list((package / "kernels").iterdir())  # one source of each tuned backward kernel
-    assert len(kernels) <= 220
+    assert len(kernels) <= 250
     assert len(found) - len(kernels) <= 5
     assert sum(map(len, found.values())) <= 8_000_000
     for path in kernels:  # one that was made by earlier templates has what they have since changed
         pasted = "Rows: bulk copies by a warp of their own" in path.read_text()
-        assert path.stat().st_size <= 16_000 + 8_000 * pasted
+        assert path.stat().st_size <= 17_000 + 8_000 * pasted
 
 
 @each_package

@@ -416,8 +416,9 @@ def performance() -> list[str]:
         f" PyTorch {measured_by['torch'].rpartition('.')[0]}",
         f"interleaved all implementations at {len(read('h200')['rows'])} shapes",
         f"Plain reads of {flushes.READ_BYTES >> 20} MB inside",
-        f"In each of {WORD[len(training)]} processes, every norm has at least {steps['warmups']}"
-        f" warm-up steps, then at least {steps['rounds']} timed ones",
+        f"Each row comes from {WORD[len(training)]} processes",
+        f"every norm has at least {steps['warmups']} warm-up steps, then at least"
+        f" {steps['rounds']} timed ones",
         f"median of {WORD[len(next(iter(passes.values())))]} passes",
         f"adds to `main_grad` takes {added:.1f} µs, and one that computes only dw {only_dw:.1f} µs",
         f"operators take up to {max(operators):.1f} µs longer. Other calls took between"
