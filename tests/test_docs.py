@@ -203,7 +203,7 @@ def test_pages_name_the_versions_of_pytorch_that_are_tested() -> None:
     """pip lets the oldest of them in."""
     ends = (REPOSITORY / ".ci" / "pytorch_versions.txt").read_text()
     pins = (REPOSITORY / "requirements.txt").read_text()
-    oldest, newest = re.findall(r"^torch==(\S+)$", ends, flags=re.M)
+    (oldest, first), (newest, last) = re.findall(r"^torch==(\S+)  # Python (\S+)$", ends, re.M)
     (usual,) = re.findall(r"^torch==(\S+)$", pins, flags=re.M)
     least = oldest.rpartition(".")[0]
     assert f'"torch>={least}"' in (REPOSITORY / "pyproject.toml").read_text()
@@ -219,12 +219,14 @@ def test_pages_name_the_versions_of_pytorch_that_are_tested() -> None:
     page = " ".join((REPOSITORY / "CONTRIBUTING.md").read_text().split())
     assert f"PyTorch from {least} and" in page
     assert f"CI runs everything with PyTorch {usual} (" in page
-    assert f"also with {oldest} and {newest}." in page
+    assert f"also with {oldest} (Python {first}) and {newest} (Python {last})." in page
+    project = (REPOSITORY / "pyproject.toml").read_text()
+    assert f'requires-python = ">={first}"' in project
 
 
 def test_the_recipe_for_kernelize_names_the_versions_that_are_tested() -> None:
     pins = (REPOSITORY / ".ci" / "pytorch_versions.txt").read_text()
-    versions = dict(re.findall(r"^(kernels|transformers)==(\S+)$", pins, flags=re.M))
+    versions = dict(re.findall(r"^(kernels|transformers)==([^\s;]+)", pins, flags=re.M))
     page = " ".join((REPOSITORY / "docs" / "generated-code.md").read_text().split())
     said = "Tested with transformers {transformers} and `kernels` {kernels};"
     assert said.format(**versions) in page
