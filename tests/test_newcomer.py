@@ -1,5 +1,5 @@
-"""What somebody new does, who has the requirements: clone, install, import elsewhere, patch a model
-of transformers, tune for every GPU there is a name for, read report and explanation."""
+"""Somebody new has the requirements, clones, installs, imports elsewhere, patches a model of
+transformers, tunes for every GPU there is a name for, and reads report and explanation."""
 
 from __future__ import annotations
 
