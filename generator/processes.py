@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from multiprocessing import get_context, parent_process
+from multiprocessing import context, parent_process
 from multiprocessing.spawn import get_preparation_data
 from pathlib import Path
 from threading import Thread
@@ -20,8 +20,37 @@ MANAGER_SECONDS = 1.0
 """Seconds for a killed process to go, and for the thread of its pool to notice."""
 
 
+class _Spawned(context.SpawnProcess):
+    terminate = context.SpawnProcess.kill
+
+
+class _Forked(context.ForkProcess):
+    terminate = context.ForkProcess.kill
+
+
+class _ForkedByServer(context.ForkServerProcess):
+    terminate = context.ForkServerProcess.kill
+
+
+class _SpawnContext(context.SpawnContext):
+    Process = _Spawned
+
+
+class _ForkContext(context.ForkContext):
+    Process = _Forked
+
+
+class _ForkServerContext(context.ForkServerContext):
+    Process = _ForkedByServer
+
+
+_CONTEXTS = {"spawn": _SpawnContext, "fork": _ForkContext, "forkserver": _ForkServerContext}
+
+
 def context_of(method: str) -> Any:
-    """Return multiprocessing's context for a method of starting processes. Raises NormforgeError
+    """Return multiprocessing's context for a method of starting processes, whose `terminate` kills:
+    where one process of a pool has died, Python terminates the others, and from 3.12 on it waits
+    for them with the pool's lock, for ever for one that ignores SIGTERM. Raises NormforgeError
     where "spawn" cannot work: each process imports the program again, and one that Python reads
     from its standard input is no file."""
     if method == "spawn":
@@ -31,7 +60,7 @@ def context_of(method: str) -> Any:
                 f"the program is not a file ({Path(program).name}), and every process that "
                 "compiles or measures has to import it: save it as a file, and start that"
             )
-    return get_context(method)
+    return _CONTEXTS[method]()
 
 
 def end_with_parent(niceness: int = 0, sigterm: signal.Handlers = signal.SIG_DFL) -> None:

@@ -85,8 +85,7 @@ class CompilePool:
         return ProcessPoolExecutor(processes, context_of(self._method), _begin)
 
     def _replace(self) -> None:
-        """Begin another pool, with the lock. The processes of a broken one are ended here, too:
-        they ignore the SIGTERM with which it would end them itself."""
+        """Begin another pool, with the lock, and end the one before."""
         end_pool(self._pool)
         self._pool = self._start(self.processes)
 
