@@ -231,13 +231,16 @@ def test_no_rows_have_gradients_of_zero() -> None:
 # ---- Who serves ----------------------------------------------------------------------------------
 
 
-def test_without_a_package_it_says_so_and_the_formula_serves() -> None:
+def test_where_nothing_was_tuned_it_says_so() -> None:
+    """There is no package, or none that has rows like these."""
+    unlike = "nothing like 4096x128:bf16:fp32 was tuned, and no fallback kernel serves it"
     for kind in KINDS:
         for forward in (False, True):
             found = explain(4096, 128, "bf16", "fp32", *kind, forward=forward)
             assert found["how"] == "none"
             way = "forward" if forward else "backward"
-            assert re.fullmatch(rf"there is no tuned package of \w+_{way}", found["reason"])
+            absent = rf"there is no tuned package of \w+_{way}"
+            assert re.fullmatch(f"{absent}|{unlike}", found["reason"])
 
 
 class Kernels:

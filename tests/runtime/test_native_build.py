@@ -118,8 +118,8 @@ def test_builds_at_the_same_time_leave_one_whole_file(
 @pytest.mark.parametrize(
     ("where", "name", "other"),
     [
-        (torch, "__version__", "2.13.0+cu130"),
-        (torch.version, "cuda", "13.0"),
+        (torch, "__version__", "2.13.0+another"),
+        (torch.version, "cuda", "12.0"),
         (torch.version, "git_version", "of another build"),
         (build.sysconfig, "get_config_var", lambda _: "cpython-311t-x86_64-linux-gnu"),
         (build.platform, "machine", lambda: "another"),
