@@ -52,6 +52,20 @@ def aten() -> Iterator[list[str]]:
 
 
 @pytest.fixture
+def fresh() -> Iterator[None]:
+    """Dynamo has compiled nothing before, and keeps nothing."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor's caches are empty and nobody else's."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+
+@pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     fake = FakeDriver()
     stand_in(monkeypatch, fake)

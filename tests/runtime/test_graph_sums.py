@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 from generator.paths import REPOSITORY
@@ -18,16 +16,20 @@ from normforge.frontends.graph_pass import make_backend, route
 from normforge.frontends.norm_add import NormAndAdd
 from normforge.operations import RMSNORM_ADD_FORWARD
 from normforge.serve.kernels import source_of
-from tests.support.entry_points import (
-    needs_whole_forward,
-    randn,
-    write_package,
+from tests.support.entry_points import needs_whole_forward, write_package
+from tests.support.graph_steps import (
+    ATEN,
+    METAS,
+    N,
+    Step,
+    additions,
+    check_routed,
+    given,
+    marked,
+    norm,
+    trace,
 )
 from tests.support.norm_add import Kernels
-
-ATEN = torch.ops.aten
-N = 16
-Step = Callable[..., Any]
 
 pytestmark = pytest.mark.usefixtures("aten")
 
@@ -42,17 +44,19 @@ def kernels(served: Package, monkeypatch: pytest.MonkeyPatch) -> Kernels:
     return Kernels(served, monkeypatch)
 
 
-def norm(x: torch.Tensor, w: torch.Tensor | None) -> torch.Tensor:
-    return functional.rms_norm(x, (N,), w, 1e-5)
+def step_of_training(x: Any, r: Any, g: Any, w: Any) -> Any:
+    x, r, w = leaves = [each.detach().requires_grad_() for each in (x, r, w)]
+    h = r + norm(x, w)
+    return h, *torch.autograd.grad(h + norm(h.tanh(), w) * g, leaves, torch.ones_like(h))
 
 
-# Every step takes x, r and g of one shape, and w, a row of it.
 def post_norm(x: Any, r: Any, g: Any, w: Any) -> Any:
     return r + norm(x, w)
 
 
-def other_order(x: Any, r: Any, g: Any, w: Any) -> Any:
-    return norm(x, None) + r
+def post_norm_and_next(x: Any, r: Any, g: Any, w: Any) -> Any:
+    """Gemma's order: the sum goes through another norm, which it would be folded into, too."""
+    return (h := r + norm(x, w)), norm(h, w)
 
 
 def stream_comes_later(x: Any, r: Any, g: Any, w: Any) -> Any:
@@ -60,71 +64,32 @@ def stream_comes_later(x: Any, r: Any, g: Any, w: Any) -> Any:
     return r.sin() * g + y
 
 
-def weight_is_computed(x: Any, r: Any, g: Any, w: Any) -> Any:
-    return r + norm(x.sin(), w.exp())
-
-
-def post_norm_and_next(x: Any, r: Any, g: Any, w: Any) -> Any:
-    """Gemma's order: the sum goes through another norm, which it would be folded into, too."""
-    h = r + norm(x, w)
-    return h, norm(h, w)
-
-
-def two_post_norms(x: Any, r: Any, g: Any, w: Any) -> Any:
-    return norm(x, w) + norm(r, w)
-
-
-def step_of_training(x: Any, r: Any, g: Any, w: Any) -> Any:
-    x, r, w = leaves = [each.detach().requires_grad_() for each in (x, r, w)]
-    h = r + norm(x, w)
-    return h, *torch.autograd.grad(h + norm(h.tanh(), w) * g, leaves, torch.ones_like(h))
-
-
-FOLDED: dict[Step, tuple[int, int]] = {
-    **dict.fromkeys((post_norm, other_order, stream_comes_later, weight_is_computed), (1, 1)),
-    **dict.fromkeys((post_norm_and_next, two_post_norms), (1, 1)),
-    step_of_training: (1, 1),
+FOLDED: dict[str, Step] = {
+    "post norm": post_norm,
+    "other order": lambda x, r, g, w: norm(x, None) + r,
+    "the stream comes later": stream_comes_later,
+    "the weight is computed": lambda x, r, g, w: r + norm(x.sin(), w.exp()),
+    "post norm and the next": post_norm_and_next,
+    "two post norms": lambda x, r, g, w: norm(x, w) + norm(r, w),
+    "a training step": step_of_training,
 }
-"""The sums that become part of a norm, and the additions that are gone with them."""
-
-
-def given(dtype: torch.dtype = torch.float32, seed: int = 0, rows: int = 4) -> list[torch.Tensor]:
-    shapes = [(rows, N)] * 3 + [(N,)]
-    return [randn(*shape, dtype=dtype, seed=seed + i) for i, shape in enumerate(shapes)]
-
-
-def count(module: torch.fx.GraphModule, target: Any) -> int:
-    return sum(node.target is target for node in module.graph.nodes)
-
-
-def check(
-    package: Package, module: torch.fx.GraphModule, sums: int, gone: int, rows: int = 4
-) -> None:
-    """A graph, routed, has so many norms with `add`, and computes the same."""
-    inputs = given(seed=9, rows=rows)
-    wanted, before = module(*inputs), count(module, ATEN.add.Tensor)
-    found = route(module, package.ops)(*(each.clone() for each in inputs))
-    assert count(module, package.ops.rms_norm_and_add) == sums
-    assert before - count(module, ATEN.add.Tensor) == gone
-    for a, b in zip(*(r if isinstance(r, tuple) else (r,) for r in (found, wanted)), strict=True):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+"""Steps of which one addition becomes part of a norm."""
 
 
 @needs_whole_forward
 @pytest.mark.parametrize("mode", ["fake", "symbolic"])
-@pytest.mark.parametrize("step", FOLDED)
+@pytest.mark.parametrize("name", FOLDED)
 def test_sums_become_part_of_norms(
-    served: Package, kernels: Kernels, step: Step, mode: str
+    served: Package, kernels: Kernels, name: str, mode: str
 ) -> None:
-    module = make_fx(step, tracing_mode=mode)(*given())
-    check(served, module, *FOLDED[step], rows=4 if mode == "fake" else 12)
-    assert kernels.calls == [0.0] * FOLDED[step][0]
+    rows = 4 if mode == "fake" else 12
+    check_routed(served, trace(FOLDED[name], mode), 1, sums=1, rows=rows)
+    assert kernels.calls == [0.0]
 
 
 @needs_whole_forward
 def test_a_sum_is_rounded_once(served: Package, kernels: Kernels) -> None:
-    inputs = given(torch.bfloat16)
-    module = make_fx(post_norm, tracing_mode="fake")(*inputs)
+    inputs, module = given(torch.bfloat16), trace(post_norm, dtype=torch.bfloat16)
     exact = post_norm(*(each.double() for each in inputs))
     twice = module(*inputs)
     assert torch.equal(route(module, served.ops)(*inputs), exact.bfloat16())
@@ -133,8 +98,8 @@ def test_a_sum_is_rounded_once(served: Package, kernels: Kernels) -> None:
 
 @needs_whole_forward
 def test_nodes_keep_what_tracing_knew(served: Package, kernels: Kernels) -> None:
-    module = make_fx(post_norm, tracing_mode="fake")(*given())
-    (total,) = (node for node in module.graph.nodes if node.target is ATEN.add.Tensor)
+    module = trace(post_norm)
+    (total,) = additions(module)
     total.meta["stack_trace"] = "model.py, line 7"
     before = dict(total.meta)
     route(module, served.ops)
@@ -147,31 +112,9 @@ def test_nodes_keep_what_tracing_knew(served: Package, kernels: Kernels) -> None
 # ---- What stays ----------------------------------------------------------------------------------
 
 
-def result_is_used(x: Any, r: Any, g: Any, w: Any) -> Any:
-    y = norm(x, w)
-    return r + y, y.sin()
-
-
-def result_is_returned(x: Any, r: Any, g: Any, w: Any) -> Any:
-    y = norm(x, w)
-    return r + y, y
-
-
-def twice_the_result(x: Any, r: Any, g: Any, w: Any) -> Any:
-    y = norm(x, w)
-    return y + y
-
-
-def factor(x: Any, r: Any, g: Any, w: Any) -> Any:
-    return torch.add(r, norm(x, w), alpha=2)
-
-
-def one_row(x: Any, r: Any, g: Any, w: Any) -> Any:
-    return r[:1] + norm(x, w)
-
-
-def promoted(x: Any, r: Any, g: Any, w: Any) -> Any:
-    return r + norm(x.bfloat16(), w.bfloat16())
+def with_result(use: Step) -> Step:
+    """Return a step with a norm, of whose y, and of r, `use` makes something."""
+    return lambda x, r, g, w: use(norm(x, w), r)
 
 
 def statistic_comes_before(x: Any, r: Any, g: Any, w: Any) -> Any:
@@ -191,37 +134,31 @@ def transposed(x: Any, r: Any, g: Any, w: Any) -> Any:
     return r + functional.rms_norm(x, (N,), w, 1e-5).transpose(0, 1).contiguous().transpose(0, 1)
 
 
-LEFT = (
-    result_is_used,
-    result_is_returned,
-    twice_the_result,
-    factor,
-    one_row,
-    promoted,
-    statistic_comes_before,
-    rows_change,
-    transposed,
-)
+LEFT: dict[str, Step] = {
+    "the result is used": with_result(lambda y, r: (r + y, y.sin())),
+    "the result is returned": with_result(lambda y, r: (r + y, y)),
+    "twice the result": with_result(lambda y, r: y + y),
+    "a factor": with_result(lambda y, r: torch.add(r, y, alpha=2)),
+    "one row": with_result(lambda y, r: r[:1] + y),
+    "two dtypes": lambda x, r, g, w: r + norm(x.bfloat16(), w.bfloat16()),
+    "the statistic comes before": statistic_comes_before,
+    "the rows change": rows_change,
+    "transposed": transposed,
+}
 
 
 @needs_whole_forward
-@pytest.mark.parametrize("step", LEFT)
-def test_other_sums_stay(served: Package, kernels: Kernels, step: Step) -> None:
-    check(served, make_fx(step, tracing_mode="fake")(*given()), 0, 0)
+@pytest.mark.parametrize("name", LEFT)
+def test_other_sums_stay(served: Package, kernels: Kernels, name: str) -> None:
+    check_routed(served, trace(LEFT[name]), 0)
 
 
 @needs_whole_forward
-@pytest.mark.parametrize(
-    "meta", [{"custom": {"stream": 1}}, {"recompute": 1}, {"partitioner_tag": "is_backward"}]
-)
+@pytest.mark.parametrize("meta", METAS)
 def test_sums_of_another_stream_or_region_stay(
     served: Package, kernels: Kernels, meta: dict[str, Any]
 ) -> None:
-    module = make_fx(post_norm, tracing_mode="fake")(*given())
-    for node in module.graph.nodes:
-        if node.target is ATEN.add.Tensor:
-            node.meta.update(meta)
-    check(served, module, 0, 0)
+    check_routed(served, marked(trace(post_norm), meta), 0)
 
 
 @needs_whole_forward
@@ -232,8 +169,8 @@ def test_sums_stay_where_no_kernel_adds(
     belongs to the next norm, if there is one."""
     kernels.why = "another length of rows"
     for each in (package, served):
-        check(each, make_fx(post_norm, tracing_mode="fake")(*given()), 0, 0)
-        check(each, make_fx(post_norm_and_next, tracing_mode="fake")(*given()), 0, 1)
+        check_routed(each, trace(post_norm), 0)
+        check_routed(each, trace(post_norm_and_next), 1)
     assert kernels.asked == [False] * 2
     assert kernels.calls == []
 
