@@ -130,9 +130,7 @@ LEFT: dict[str, Step] = {
     "the other term changes": with_gradients(lambda dx, dw, r: (dx + r.mul_(2), dw)),
     "a gradient with itself": with_gradients(lambda dx, dw, r: (dx + dx, dw)),
     "a wider gradient": wider_gradient,
-    "a gradient with a factor": with_gradients(
-        lambda dx, dw, r: (torch.add(r, dx, alpha=2), dw)
-    ),
+    "a gradient with a factor": with_gradients(lambda dx, dw, r: (torch.add(r, dx, alpha=2), dw)),
 }
 
 

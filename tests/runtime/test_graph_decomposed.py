@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,6 +26,7 @@ from tests.support.entry_points import (
     needs_whole_forward,
     randn,
 )
+from tests.support.graph_steps import results
 from tests.support.norm_classes import (
     NORM_CLASSES,
     GemmaRMSNorm,
@@ -37,13 +37,7 @@ from tests.support.norm_classes import (
 )
 
 EPS = 1e-5
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 def compiled(package: Package, function: Any, **options: Any) -> tuple[Any, list[Any]]:
@@ -96,8 +90,8 @@ def test_written_out_norms_are_one_operator(package: Package, kind: Any, dtype: 
     assert y.dtype == dtype
     found = [y, *grads(y, *leaves_of(norm, x))]
     unit = torch.finfo(dtype).eps
-    for mine, wanted in zip(found, exact(norm, x), strict=True):
-        torch.testing.assert_close(mine.double(), wanted, rtol=2 * unit, atol=10 * unit)
+    wide = [each.double() for each in found]
+    torch.testing.assert_close(wide, exact(norm, x), rtol=2 * unit, atol=10 * unit)
     offset = float(kind is GemmaRMSNorm)
     weight = None if kind is L2Norm else norm.weight
     assert torch.equal(y, package.rms_norm(x, weight, EPS, weight_offset=offset))
@@ -164,8 +158,8 @@ def test_transposed_heads(package: Package, dynamic: bool | None) -> None:
     assert asked == [permute, package.ops.rms_norm, permute]
     assert "rsqrt" not in str(calls(graphs[0]))
     torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-5)
-    for a, b in zip(grads(y, x, norm.weight), grads(wanted, x, norm.weight), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    found, exact = (grads(one, x, norm.weight) for one in (y, wanted))
+    torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
 
 
 def test_transposed_heads_of_make_fx(package: Package) -> None:
@@ -243,10 +237,14 @@ def test_route_recognises_them_before_autograd_only(
 # ---- What is left alone --------------------------------------------------------------------------
 
 
+def rstd_of(power: torch.Tensor, dims: Any = -1, eps: Any = EPS) -> torch.Tensor:
+    return torch.rsqrt(power.mean(dims, keepdim=True) + eps)
+
+
 def xhat_is_used(x: Any, w: Any) -> Any:
     x = x.bfloat16()
     wide = x.float()
-    xhat = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
+    xhat = wide * rstd_of(wide.pow(2))
     return (w * xhat).to(x.dtype), xhat.sin()
 
 
@@ -255,73 +253,15 @@ def mean_is_used(x: Any, w: Any) -> Any:
     return w * (x * torch.rsqrt(mean + EPS)), mean
 
 
-def rstd_is_returned(x: Any, w: Any) -> Any:
-    rstd = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
-    return w * (x * rstd), rstd
-
-
-def cube(x: Any, w: Any) -> Any:
-    return w * (x * torch.rsqrt(x.pow(3).abs().mean(-1, keepdim=True) + EPS))
-
-
-def other_power(x: Any, w: Any) -> Any:
-    return w * (x * torch.rsqrt(x.pow(4).mean(-1, keepdim=True) + EPS))
-
-
-def columns(x: Any, w: Any) -> Any:
-    return w * (x * torch.rsqrt(x.pow(2).mean(0, keepdim=True) + EPS))
-
-
-def everything(x: Any, w: Any) -> Any:
-    return w * (x * torch.rsqrt(x.pow(2).mean((0, 1), keepdim=True) + EPS))
-
-
-def one_number(x: Any, w: Any) -> Any:
-    x = x.sum()
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
-
-
-def other_rows(x: Any, w: Any) -> Any:
-    return w * (x.cos() * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS))
-
-
-def eps_for_each_row(x: Any, w: Any) -> Any:
-    return w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + w[:1]))
-
-
-def no_eps(x: Any, w: Any) -> Any:
-    return w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True)))
-
-
-def scaled_eps(x: Any, w: Any) -> Any:
-    return w * (x * torch.rsqrt(torch.add(x.pow(2).mean(-1, keepdim=True), 1.0, alpha=1e-3)))
-
-
-def other_narrow_result(x: Any, w: Any) -> Any:
-    x = x.half().float()
-    return (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)).bfloat16()
-
-
-def narrow_sum(x: Any, w: Any) -> Any:
-    x = x.bfloat16()
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS), x
-
-
 def narrow_mean(x: Any, w: Any) -> Any:
     mean = x.pow(2).mean(-1, keepdim=True, dtype=torch.float64).float()
     return x * torch.rsqrt(mean + EPS)
 
 
-def wide(x: Any, w: Any) -> Any:
-    x = x.double()
-    return w.double() * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS))
-
-
 def narrowed(x: Any, w: Any) -> Any:
     """Compute the norm of float64 rows in fp32."""
     narrow = x.double().float()
-    xhat = narrow * torch.rsqrt(narrow.pow(2).mean(-1, keepdim=True) + EPS)
-    return xhat.to(torch.float64)
+    return (narrow * rstd_of(narrow.pow(2))).to(torch.float64)
 
 
 def rows_change_in_between(x: Any, w: Any) -> Any:
@@ -333,55 +273,55 @@ def rows_change_in_between(x: Any, w: Any) -> Any:
 
 def in_place(x: Any, w: Any) -> Any:
     x = x.sin()
-    x *= torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
+    x *= rstd_of(x.pow(2))
     return w * x
 
 
 def without_gradient(x: Any, w: Any) -> Any:
     with torch.no_grad():
-        rstd = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
+        rstd = rstd_of(x.pow(2))
     return w * (x * rstd)
 
 
-def rows_with_gaps(x: Any, w: Any) -> Any:
-    """The columns are what is contiguous, in the result as well."""
-    x = x.reshape(16, 4).t()
-    return w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS))
+def unweighted(x: Any) -> Any:
+    return x * rstd_of(x.pow(2))
 
 
-LEFT = (
-    xhat_is_used,
-    mean_is_used,
-    rstd_is_returned,
-    cube,
-    other_power,
-    columns,
-    everything,
-    one_number,
-    other_rows,
-    eps_for_each_row,
-    no_eps,
-    scaled_eps,
-    other_narrow_result,
-    narrow_sum,
-    narrow_mean,
-    wide,
-    narrowed,
-    rows_change_in_between,
-    in_place,
-    without_gradient,
-    rows_with_gaps,
-)
+LEFT: dict[str, Callable[[Any, Any], Any]] = {
+    "xhat is used": xhat_is_used,
+    "the mean is used": mean_is_used,
+    "rstd is returned": lambda x, w: (w * (x * (rstd := rstd_of(x.pow(2)))), rstd),
+    "the third power": lambda x, w: w * (x * rstd_of(x.pow(3).abs())),
+    "the fourth power": lambda x, w: w * (x * rstd_of(x.pow(4))),
+    "columns": lambda x, w: w * (x * rstd_of(x.pow(2), 0)),
+    "everything": lambda x, w: w * (x * rstd_of(x.pow(2), (0, 1))),
+    "one number": lambda x, w: unweighted(x.sum()),
+    "other rows": lambda x, w: w * (x.cos() * rstd_of(x.pow(2))),
+    "an eps for each row": lambda x, w: w * (x * rstd_of(x.pow(2), eps=w[:1])),
+    "no eps": lambda x, w: w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True))),
+    "a scaled eps": lambda x, w: (
+        w * (x * torch.rsqrt(torch.add(x.pow(2).mean(-1, keepdim=True), 1.0, alpha=1e-3)))
+    ),
+    "another narrow result": lambda x, w: unweighted(x.half().float()).bfloat16(),
+    "a narrow sum": lambda x, w: (unweighted(narrow := x.bfloat16()), narrow),
+    "a narrow mean": narrow_mean,
+    "float64": lambda x, w: w.double() * unweighted(x.double()),
+    "narrowed": narrowed,
+    "rows change in between": rows_change_in_between,
+    "in place": in_place,
+    "without a gradient": without_gradient,
+    # The columns are what is contiguous, in the result as well.
+    "rows with gaps": lambda x, w: w * unweighted(x.reshape(16, 4).t()),
+}
 
 
-@pytest.mark.parametrize("step", LEFT)
-def test_what_is_not_quite_a_norm_stays(package: Package, step: Any) -> None:
-    run, graphs = compiled(package, step)
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_not_quite_a_norm_stays(package: Package, name: str) -> None:
+    run, graphs = compiled(package, LEFT[name])
     x, w = rows(4, 16), randn(16, seed=1).abs()
-    found, wanted = run(x, w), step(x, w)
+    found, wanted = run(x, w), LEFT[name](x, w)
     assert package.ops.rms_norm not in calls(graphs[0])
-    for a, b in zip(*(r if isinstance(r, tuple) else (r,) for r in (found, wanted)), strict=True):
-        assert torch.equal(a, b)
+    assert equal_bits(results(found), results(wanted))
 
 
 @pytest.mark.parametrize(
@@ -432,33 +372,34 @@ def test_weights_with_a_rounded_offset_stay(package: Package) -> None:
     assert calls(graphs[0]) == [package.ops.rms_norm, operator.add, operator.mul]
 
 
-def test_graphs_without_values_stay(package: Package) -> None:
-    step = SPELLINGS["power"]
-    module = make_fx(step, tracing_mode="fake")(rows(4, 16).detach(), randn(16))
-    for node in module.graph.nodes:
+class Sharded(torch.Tensor):
+    """Stands in for a DTensor, which has operators of its own."""
+
+
+def lose_values(graph: torch.fx.Graph) -> None:
+    for node in graph.nodes:
         node.meta.clear()
-    before = str(module.graph)
-    assert str(route(module, package.ops, written_out_only=True).graph) == before
 
 
-def test_norms_of_sharded_rows_stay(package: Package) -> None:
-    class Sharded(torch.Tensor):
-        """Stands in for a DTensor, which has operators of its own."""
+def shard(graph: torch.fx.Graph) -> None:
+    next(iter(graph.nodes)).meta["val"] = torch.empty(4, 16).as_subclass(Sharded)
 
+
+def leave_to_inductor(graph: torch.fx.Graph) -> None:
+    for node in graph.nodes:
+        if node.op == "call_function":
+            node.meta["custom"] = {"compile_with_inductor": {}}
+
+
+def run_a_part_elsewhere(graph: torch.fx.Graph) -> None:
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    calls[2].meta["custom"] = {"stream": 1}
+
+
+@pytest.mark.parametrize("change", [lose_values, shard, leave_to_inductor, run_a_part_elsewhere])
+def test_norms_of_other_nodes_stay(package: Package, change: Any) -> None:
     module = make_fx(SPELLINGS["power"], tracing_mode="fake")(rows(4, 16).detach(), randn(16))
-    (x, _) = (node for node in module.graph.nodes if node.op == "placeholder")
-    x.meta["val"] = torch.empty(4, 16).as_subclass(Sharded)
-    before = str(module.graph)
-    assert str(route(module, package.ops, written_out_only=True).graph) == before
-
-
-@pytest.mark.parametrize("mark", [{"compile_with_inductor": {}}, {"stream": 1}])
-def test_norms_with_marks_of_others_stay(package: Package, mark: dict[str, Any]) -> None:
-    """All of one is for Inductor, or a part of it runs on another stream."""
-    module = make_fx(SPELLINGS["power"], tracing_mode="fake")(rows(4, 16).detach(), randn(16))
-    nodes = [node for node in module.graph.nodes if node.op == "call_function"]
-    for node in nodes if "stream" not in mark else nodes[2:3]:
-        node.meta["custom"] = mark
+    change(module.graph)
     before = str(module.graph)
     assert str(route(module, package.ops, written_out_only=True).graph) == before
 
@@ -476,21 +417,16 @@ def test_norms_inside_checkpointed_layers(package: Package) -> None:
     y, wanted = run(x), layer(x)
     assert package.ops.rms_norm in calls(graphs[0])
     assert "rsqrt" not in str(calls(graphs[0]))
-    for a, b in zip(grads(y, *leaves_of(norm, x)), grads(wanted, x, norm.weight), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    found, exact = (grads(one, x, norm.weight) for one in (y, wanted))
+    torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
 
 
 @needs_whole_forward
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [LlamaRMSNorm, GemmaRMSNorm])
 def test_training_through_the_backend_is_that_of_eager_code(
-    package: Package,
-    kind: Any,
-    caplog: pytest.LogCaptureFixture,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    package: Package, kind: Any, caplog: pytest.LogCaptureFixture, own_cache: None
 ) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     backend = make_backend(package.ops)
 
     def train(**how: Any) -> list[torch.Tensor]:
@@ -505,5 +441,4 @@ def test_training_through_the_backend_is_that_of_eager_code(
     assert told.count([sentence.format(""), "; additions folded: 4"]) == 2
     eager = train()
     assert not equal_bits(found, eager)
-    for a, b in zip(found, eager, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found, eager, atol=1e-4, rtol=1e-4)

@@ -79,9 +79,7 @@ FOLDED: dict[str, Step] = {
 @needs_whole_forward
 @pytest.mark.parametrize("mode", ["fake", "symbolic"])
 @pytest.mark.parametrize("name", FOLDED)
-def test_sums_become_part_of_norms(
-    served: Package, kernels: Kernels, name: str, mode: str
-) -> None:
+def test_sums_become_part_of_norms(served: Package, kernels: Kernels, name: str, mode: str) -> None:
     rows = 4 if mode == "fake" else 12
     check_routed(served, trace(FOLDED[name], mode), 1, sums=1, rows=rows)
     assert kernels.calls == [0.0]
