@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,20 +17,12 @@ from normforge.frontends.layouts import ask_for_layouts
 from normforge.frontends.routes import INPUTS
 from normforge.launch.row_layout import row_layout
 from normforge.serve.layout import read_layout
-from tests.support.entry_points import needs_whole_forward, randn
+from tests.support.entry_points import needs_whole_forward, randn, spied
 
-pytestmark = pytest.mark.usefixtures("aten")
+pytestmark = pytest.mark.usefixtures("aten", "fresh", "own_cache")
 
 B, S, H, D, WIDTH = 2, 32, 4, 16, 64
 Heads = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-@pytest.fixture(autouse=True)
-def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def written_out(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -77,27 +68,6 @@ def attention(heads: Heads, packed: bool) -> Callable[..., torch.Tensor]:
     return run
 
 
-class Seen:
-    """The rows that the operators of a package are given. forward: x; backward: all arguments."""
-
-    def __init__(self, package: Package, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.forward: list[torch.Tensor] = []
-        self.backward: list[Any] = []
-        forward, backward = package.ops._forward, package.ops._backward
-
-        def see_forward(x: torch.Tensor, *others: Any) -> Any:
-            self.forward.append(x)
-            return forward(x, *others)
-
-        def see_backward(given: Any, options: Any) -> Any:
-            self.backward.append(given)
-            return backward(given, options)
-
-        monkeypatch.setattr(package.ops, "_forward", see_forward)
-        monkeypatch.setattr(package.ops, "_backward", see_backward)
-        monkeypatch.setattr(package.ops, "_quick", lambda *_: None)
-
-
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize(
     "heads", [pytest.param(pytorchs, marks=needs_whole_forward), before, behind]
@@ -107,7 +77,10 @@ def test_heads_and_their_gradients_are_not_copied(
 ) -> None:
     from torch._inductor.utils import run_and_get_code
 
-    seen, run = Seen(package, monkeypatch), attention(heads, packed)
+    run = attention(heads, packed)
+    monkeypatch.setattr(package.ops, "_quick", lambda *_: None)
+    rows = spied(monkeypatch, package.ops, "_forward", lambda x, *_: x)
+    backwards = spied(monkeypatch, package.ops, "_backward", lambda given, _: given)
     shapes = [(B, S, WIDTH), (3 * WIDTH, WIDTH), (D,), (D,)]
     leaves = [randn(*s, seed=i).requires_grad_() for i, s in enumerate(shapes)]
     turn, dy = randn(S, D, seed=8), randn(B, S, WIDTH, seed=9)
@@ -118,65 +91,51 @@ def test_heads_and_their_gradients_are_not_copied(
         return [y, *torch.autograd.grad(y, leaves, dy)]
 
     wanted = step(run)
-    seen.forward.clear(), seen.backward.clear()
+    rows.clear(), backwards.clear()
     found, codes = run_and_get_code(step, compiled)
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
-    assert [len(seen.forward), len(seen.backward)] == [2, 2]
-    for x in seen.forward:  # where the projection lies
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+    assert [len(rows), len(backwards)] == [2, 2]
+    for x in rows:  # where the projection lies
         assert row_layout(x) is not None
         assert x.stride() == (S * H * D * (1 + 2 * packed), H * D * (1 + 2 * packed), D, 1)
-    for given in seen.backward:
+    for given in backwards:
         copies = read_layout(given)[0].copy
         assert not any(copies), given.dy.stride()
     calls = re.findall(r"normforge\.rms_norm\.v1\.?\w*\((\S+)\(", codes[0])
     assert calls == ["reinterpret_tensor"] * 2, "a norm has the projection as it lies"
 
 
-def contiguous(x: torch.Tensor) -> torch.Tensor:
-    return x
-
-
-def of_packed_heads(x: torch.Tensor) -> torch.Tensor:
-    return x.repeat(1, 1, 3, 1)[:, :, :H]
-
-
-def transposed(x: torch.Tensor) -> torch.Tensor:
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def batches_apart(x: torch.Tensor) -> torch.Tensor:
-    return x.repeat(1, 3, 1, 1)[:, :S]
-
-
-def columns_apart(x: torch.Tensor) -> torch.Tensor:
-    return x.repeat_interleave(2, -1)[..., ::2]
-
-
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "contiguous": lambda x: x,
+    "packed heads": lambda x: x.repeat(1, 1, 3, 1)[:, :, :H],
+    "transposed": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "batches apart": lambda x: x.repeat(1, 3, 1, 1)[:, :S],
+    "columns apart": lambda x: x.repeat_interleave(2, -1)[..., ::2],
+}
 PLAIN, PACKED = (S * H * D, H * D, D, 1), (3 * S * H * D, 3 * H * D, D, 1)
 APART = (3 * S * H * D, H * D, D, 1)
 
 
 @pytest.mark.parametrize(
-    ("lay_dy", "lay_x", "wanted"),
+    ("of_dy", "of_x", "wanted"),
     [
-        (contiguous, contiguous, (PLAIN, PLAIN)),
-        (contiguous, of_packed_heads, (PLAIN, PACKED)),
-        (of_packed_heads, of_packed_heads, (PACKED, PACKED)),
-        (transposed, of_packed_heads, (PLAIN, PACKED)),
-        (transposed, transposed, (PLAIN, PLAIN)),
-        (columns_apart, contiguous, (PLAIN, PLAIN)),
-        (batches_apart, contiguous, (APART, PLAIN)),
-        (batches_apart, of_packed_heads, (PLAIN, PACKED)),
+        ("contiguous", "contiguous", (PLAIN, PLAIN)),
+        ("contiguous", "packed heads", (PLAIN, PACKED)),
+        ("packed heads", "packed heads", (PACKED, PACKED)),
+        ("transposed", "packed heads", (PLAIN, PACKED)),
+        ("transposed", "transposed", (PLAIN, PLAIN)),
+        ("columns apart", "contiguous", (PLAIN, PLAIN)),
+        ("batches apart", "contiguous", (APART, PLAIN)),
+        ("batches apart", "packed heads", (PLAIN, PACKED)),
     ],
 )
 @pytest.mark.parametrize("mode", ["fake", "symbolic"])
 def test_the_rest_is_asked_for_contiguous(
-    package: Package, mode: str, lay_dy: Any, lay_x: Any, wanted: Any
+    package: Package, mode: str, of_dy: str, of_x: str, wanted: Any
 ) -> None:
     def step(dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> Any:
-        x, rstd = lay_x(x), x.square().mean(-1, keepdim=True)
-        return package.rmsnorm_backward(lay_dy(dy), x, rstd, w)
+        x, rstd = LAYOUTS[of_x](x), x.square().mean(-1, keepdim=True)
+        return package.rmsnorm_backward(LAYOUTS[of_dy](dy), x, rstd, w)
 
     given = (*(randn(B, S, H, D, seed=seed) for seed in (0, 1)), randn(D))
     graph = make_fx(step, tracing_mode=mode)(*given).graph

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,15 +22,8 @@ from normforge.frontends.graph_pass import (
 )
 from normforge.frontends.library import VERSION, namespace
 from normforge.frontends.operators import Operators
-from tests.support.entry_points import (
-    FORWARD_STAYS_WHOLE,
-    needs_whole_forward,
-    randn,
-)
-
-ATEN = torch.ops.aten
-Step = Callable[..., Any]
-
+from tests.support.entry_points import FORWARD_STAYS_WHOLE, needs_whole_forward, randn, spied
+from tests.support.graph_steps import ATEN, Step, results
 
 pytestmark = pytest.mark.usefixtures("aten")
 
@@ -89,12 +80,6 @@ def compiler() -> None:
         pytest.skip(f"needs a C++ compiler: {error}")
 
 
-@pytest.fixture
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor's caches are empty and nobody else's."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-
-
 def spying() -> tuple[list[tuple[bool, list[str]]], Any]:
     """A custom pass for Inductor, and what it saw: config.epilogue_fusion, and what every graph
     calls. With it nothing is cached."""
@@ -141,8 +126,7 @@ def test_every_norm_is_routed_and_the_numbers_stay(package: Package, step: Step,
     assert others.count(addition) - rest.count(addition) == ADDITIONS.get(step, 0)
     assert [n for n in rest if n != addition] == [n for n in others if n != addition]
     got = module(*inputs)
-    for a, b in zip(*(r if isinstance(r, tuple) else (r,) for r in (got, wanted)), strict=True):
-        assert torch.allclose(a, b, atol=1e-5)
+    torch.testing.assert_close(results(got), results(wanted), atol=1e-5, rtol=1e-5)
 
 
 def test_routed_nodes_keep_what_tracing_knew(package: Package) -> None:
@@ -162,14 +146,8 @@ def test_gradients_that_the_mask_leaves_out_are_not_computed(
 ) -> None:
     module = trace(lambda x, w: masked(x, w, mask))
     inputs = (randn(4, 16, seed=2), randn(16, seed=3))
-    wanted, asked = module(*inputs), []
-    ran = package.ops._backward
-
-    def watch(given: Any, options: Any) -> Any:
-        asked.append([options.need_dx, options.need_dw])
-        return ran(given, options)
-
-    monkeypatch.setattr(package.ops, "_backward", watch)
+    wanted = module(*inputs)
+    asked = spied(monkeypatch, package.ops, "_backward", lambda _, o: [o.need_dx, o.need_dw])
     found = route(module, package.ops)(*inputs)
     assert asked == [mask]
     assert [result is not None for result in wanted] == mask
@@ -186,12 +164,7 @@ def test_gradients_that_the_mask_leaves_out_are_not_computed(
 )
 @pytest.mark.parametrize(
     ("weight", "served"),
-    [
-        (torch.bfloat16, True),
-        (torch.float32, True),
-        (torch.float16, False),
-        (torch.float64, False),
-    ],
+    [(torch.bfloat16, True), (torch.float32, True), (torch.float16, False), (torch.float64, False)],
 )
 def test_weights_of_other_dtypes_stay_with_pytorch(
     package: Package, name: str, weight: torch.dtype, served: bool
@@ -379,8 +352,7 @@ def test_regional_inductor_compiles_what_is_tagged_as_the_tag_says(
     others = {"aten.sin.default", "aten.cos.default"}
     assert not {*others, *map(str, norm_operators(Operators))} & set(calls)
     found = done(inputs)  # boxed: it takes a list
-    for a, b in zip(*(r if isinstance(r, tuple) else (r,) for r in (found, wanted)), strict=True):
-        assert torch.allclose(a, b, atol=1e-5)
+    torch.testing.assert_close(results(found), results(wanted), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -423,21 +395,14 @@ def test_backend_keeps_the_norm_whole_and_routes_it(
 ) -> None:
     from torch._inductor import config
 
-    seen = []
-
-    def watch(name: str) -> None:
-        ran = getattr(package.ops, name)
-        monkeypatch.setattr(package.ops, name, lambda *given: seen.append(name) or ran(*given))
-
-    watch("_forward")
-    watch("_backward")
+    forwards, backwards = (spied(monkeypatch, package.ops, n) for n in ("_forward", "_backward"))
     compiled = torch.compile(norm, backend=make_backend(package.ops), fullgraph=True)
     x, w = randn(4, 16).requires_grad_(), randn(16, seed=1).requires_grad_()
     y, dy = compiled(x, w), randn(4, 16, seed=2)
     found = torch.autograd.grad(y, (x, w), dy)
-    assert seen == ["_forward", "_backward"]
+    assert len(forwards) == len(backwards) == 1
     wanted = torch.autograd.grad(norm(x, w), (x, w), dy)
-    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, wanted, strict=True))
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
     assert config.post_grad_custom_pre_pass is None
 
 

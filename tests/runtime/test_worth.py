@@ -3,7 +3,7 @@ stands beside them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +15,13 @@ from normforge.api import Package
 from normforge.frontends.batch_invariant import BatchInvariantPackage
 from normforge.frontends.graph_pass import make_backend, route_before_autograd
 from normforge.frontends.worth import Moved
-from tests.support.entry_points import grads, needs_whole_forward, randn, write_package
+from tests.support.entry_points import grads, needs_whole_forward, randn, spied, write_package
 from tests.support.norm_add import Kernels
 
-pytestmark = pytest.mark.usefixtures("aten")
+pytestmark = pytest.mark.usefixtures("aten", "fresh", "own_cache")
 
 N, HEADS, D, EPS = 32, 2, 16, 1e-6
 Step = Callable[..., Any]
-
-
-@pytest.fixture(autouse=True)
-def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def pytorchs(x: Any, w: Any, width: int = N) -> Any:
@@ -50,8 +42,12 @@ def plain(norm: Any, x: Any, z: Any, w: Any, m: Any) -> Any:
     return norm(x, w)
 
 
-def between_products(norm: Any, x: Any, z: Any, w: Any, m: Any) -> Any:
-    return norm(x @ m, w) @ m
+def gated(norm: Any, x: Any, z: Any, w: Any, m: Any) -> Any:
+    return (norm(x, w) * functional.silu(z.float())).to(x.dtype)
+
+
+def post_norm(norm: Any, x: Any, z: Any, w: Any, m: Any) -> Any:
+    return z + norm(x, w)
 
 
 def stream(norm: Any, x: Any, z: Any, w: Any, m: Any) -> Any:
@@ -66,17 +62,9 @@ def after_a_norm(norm: Any, x: Any, z: Any, w: Any, m: Any) -> Any:
     return norm(h, w) @ m
 
 
-def gated(norm: Any, x: Any, z: Any, w: Any, m: Any) -> Any:
-    return (norm(x, w) * functional.silu(z.float())).to(x.dtype)
-
-
 def gated_and_needed(norm: Any, x: Any, z: Any, w: Any, m: Any) -> Any:
     y = norm(x, w) * functional.silu(z)
     return y + y @ m
-
-
-def post_norm(norm: Any, x: Any, z: Any, w: Any, m: Any) -> Any:
-    return z + norm(x, w)
 
 
 def quantized(norm: Any, x: Any, z: Any, w: Any, m: Any) -> Any:
@@ -92,31 +80,31 @@ def rotated(norm: Any, x: Any, z: Any, w: Any, m: Any) -> Any:
     return heads * cos + torch.cat((-high, low), -1) * sin
 
 
-def activated_before(norm: Any, x: Any, z: Any, w: Any, m: Any) -> Any:
-    return norm(functional.gelu(x @ m), w) @ m
-
-
-def activated_behind(norm: Any, x: Any, z: Any, w: Any, m: Any) -> Any:
-    return functional.gelu(norm(x @ m, w)) @ m
-
-
 def result_is_needed(norm: Any, x: Any, z: Any, w: Any, m: Any) -> Any:
     y = norm(x, w)
     return y @ m + z * y, y * z
 
 
-DECISIONS: dict[Step, tuple[bool, float, float]] = {
-    plain: (True, 10, 10),
-    between_products: (True, 10, 10),
-    stream: (True, 14, 14),
-    **dict.fromkeys((gated, gated_and_needed), (False, 26, 16)),
-    post_norm: (False, 16, 12),
-    rotated: (True, 10, 10),
-    activated_before: (False, 18, 10),
-    activated_behind: (False, 20, 10),
-    result_is_needed: (True, 10, 10),
+DECISIONS: dict[str, tuple[Step, tuple[bool, float, float]]] = {
+    "plain": (plain, (True, 10, 10)),
+    "between products": (lambda norm, x, z, w, m: norm(x @ m, w) @ m, (True, 10, 10)),
+    "stream": (stream, (True, 14, 14)),
+    "gated": (gated, (False, 26, 16)),
+    "gated and needed": (gated_and_needed, (False, 26, 16)),
+    "post norm": (post_norm, (False, 16, 12)),
+    "rotated": (rotated, (True, 10, 10)),
+    "activated before": (
+        lambda norm, x, z, w, m: norm(functional.gelu(x @ m), w) @ m,
+        (False, 18, 10),
+    ),
+    "activated behind": (
+        lambda norm, x, z, w, m: functional.gelu(norm(x @ m, w)) @ m,
+        (False, 20, 10),
+    ),
+    "the result is needed": (result_is_needed, (True, 10, 10)),
 }
-"""The decision for a norm of bf16 rows in training, and the bytes that move for an element."""
+"""Steps, the decision for a norm of bf16 rows in training, and the bytes that move for an
+element."""
 
 
 def inputs(dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
@@ -146,18 +134,18 @@ def numbers(caplog: pytest.LogCaptureFixture) -> list[tuple[bool, float, float]]
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("step", DECISIONS)
+@pytest.mark.parametrize("name", DECISIONS)
 def test_norms_are_routed_where_that_pays(
-    package: Package, step: Step, norm: Any, dynamic: bool, caplog: pytest.LogCaptureFixture
+    package: Package, name: str, norm: Any, dynamic: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The decisions of the measured cases, and others like them."""
+    step, decision = DECISIONS[name]
     with caplog.at_level("INFO"):
         calls = graph_of(package.ops, step, norm, inputs(), dynamic)
-    assert numbers(caplog) == [DECISIONS[step]]
-    routed = DECISIONS[step][0]
-    name = "normforge.rms_norm.v1" if norm is written_out else "rms_norm"
-    assert any(name in call for call in calls) == routed, calls
-    assert any("rsqrt" in call for call in calls) != routed
+    assert numbers(caplog) == [decision]
+    operator = "normforge.rms_norm.v1" if norm is written_out else "rms_norm"
+    assert any(operator in call for call in calls) == decision[0], calls
+    assert any("rsqrt" in call for call in calls) != decision[0]
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -203,9 +191,9 @@ def test_batch_invariant_norms_are_all_routed(tmp_path: Path) -> None:
 def test_the_margin_is_that_of_the_measured_norms() -> None:
     """The times of plain norms, forward and backward, in us: Inductor's and the package's."""
     faster = 209 / 165
-    measured = {plain: (209, 165), gated: (320, 410), post_norm: (241, 254)}
-    for step, (inductor, backend) in measured.items():
-        pays, routed, fused = DECISIONS[step]
+    measured = {"plain": (209, 165), "gated": (320, 410), "post norm": (241, 254)}
+    for name, (inductor, backend) in measured.items():
+        pays, routed, fused = DECISIONS[name][1]
         assert pays == (backend < inductor) == Moved(routed, fused).pays
         expected = routed / fused / faster
         assert expected == pytest.approx(backend / inductor, rel=0.05)
@@ -217,20 +205,16 @@ def test_the_margin_is_that_of_the_measured_norms() -> None:
 def test_the_backend_computes_the_same_either_way(
     package: Package, step: Step, norm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = []
-    for name in ("_forward", "_backward"):
-        ran = getattr(package.ops, name)
-        monkeypatch.setattr(package.ops, name, lambda *g, n=name, r=ran: seen.append(n) or r(*g))
+    calls = [spied(monkeypatch, package.ops, name) for name in ("_forward", "_backward")]
     given = inputs(torch.float32)[:3]
     run = torch.compile(
         lambda x, z, w: step(norm, x, z, w, None), backend=make_backend(package.ops), fullgraph=True
     )
     found, wanted = run(*given), step(norm, *given, None)
     leaves = given if step is gated else [given[0], given[2]]
-    gradients = grads(found, *leaves)
-    assert seen == ([] if step is gated else ["_forward", "_backward"])
-    for one, other in zip([found, *gradients], [wanted, *grads(wanted, *leaves)], strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    found, wanted = ([y, *grads(y, *leaves)] for y in (found, wanted))
+    assert list(map(len, calls)) == [step is plain] * 2
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -248,18 +232,15 @@ def test_sizes_stay_dynamic(package: Package, norm: Any) -> None:
             for each in (x, z):
                 torch._dynamo.mark_dynamic(each, 0)
             leaves = [each.requires_grad_() for each in (x, z, w)]
-            found, wanted = run(*leaves), both(*leaves)
-            for a, b in zip(
-                [found, *grads(found, *leaves)], [wanted, *grads(wanted, *leaves)], strict=True
-            ):
-                torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+            found, wanted = ([y, *grads(y, *leaves)] for y in (run(*leaves), both(*leaves)))
+            torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
 
 MODULES = {
-    "qwen3.Qwen3RMSNorm": (lambda norm, x, z: norm(x), DECISIONS[plain]),
-    "qwen3_next.Qwen3NextRMSNormGated": (lambda norm, x, z: norm(x, z), DECISIONS[gated]),
-    "olmo2.Olmo2RMSNorm": (lambda norm, x, z: z + norm(x), DECISIONS[post_norm]),
-    "gemma3.Gemma3RMSNorm": (lambda norm, x, z: z + norm(x), DECISIONS[post_norm]),
+    "qwen3.Qwen3RMSNorm": (lambda norm, x, z: norm(x), "plain"),
+    "qwen3_next.Qwen3NextRMSNormGated": (lambda norm, x, z: norm(x, z), "gated"),
+    "olmo2.Olmo2RMSNorm": (lambda norm, x, z: z + norm(x), "post norm"),
+    "gemma3.Gemma3RMSNorm": (lambda norm, x, z: z + norm(x), "post norm"),
 }
 
 
@@ -270,8 +251,8 @@ def test_norms_of_transformers(
     folder, kind = name.split(".")
     where = f"transformers.models.{folder}.modeling_{folder}"
     module = getattr(pytest.importorskip(where, reason="needs transformers"), kind)(N)
-    step, decision = MODULES[name]
+    step, alike = MODULES[name]
     x, z, *_ = inputs()
     with caplog.at_level("INFO"):
         graph_of(package.ops, step, module.bfloat16(), [x, z])
-    assert numbers(caplog) == [decision]
+    assert numbers(caplog) == [DECISIONS[alike][1]]

@@ -263,6 +263,24 @@ def same(one: Any, two: Any) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
 
+def spied(
+    monkeypatch: pytest.MonkeyPatch,
+    owner: Any,
+    name: str,
+    note: Callable[..., Any] = lambda *given: given,
+) -> list[Any]:
+    """Let the calls of a method do what they do. Returns a list that gets what `note` makes of the
+    arguments of each."""
+    seen, ran = [], getattr(owner, name)
+
+    def call(*given: Any, **named: Any) -> Any:
+        seen.append(note(*given))
+        return ran(*given, **named)
+
+    monkeypatch.setattr(owner, name, call)
+    return seen
+
+
 UNINSTALLS = 5
 
 
