@@ -29,6 +29,7 @@ from tests.support.graph_steps import (
     norm,
     trace,
 )
+from tests.support.layer_classes import model_of, step
 from tests.support.norm_add import Kernels
 
 pytestmark = pytest.mark.usefixtures("aten")
@@ -198,50 +199,24 @@ def test_a_pass_knows_the_rows_that_kernels_add() -> None:
 
 # ---- Models of transformers ----------------------------------------------------------------------
 
-SIZES = {
-    "vocab_size": 32,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "pad_token_id": 0,
-}
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "offset"), [("Olmo2", 0.0), ("Gemma2", 1.0), ("Gemma3", 1.0)])
+@pytest.mark.usefixtures("own_cache", "fresh")
 def test_post_norms_of_transformers(
-    served: Package, kernels: Kernels, name: str, offset: float,
-    caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    served: Package, kernels: Kernels, name: str, offset: float, caplog: pytest.LogCaptureFixture
+) -> None:
     """A step through the backend has the loss and the gradients of eager code, and the kernel of
     the sum behind attention and feed-forward of each layer, without a graph break."""
-    transformers: Any = pytest.importorskip("transformers", reason="needs transformers")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    kind = "Gemma3Text" if name == "Gemma3" else name
-    config = getattr(transformers, f"{kind}Config")(**SIZES)
+    model, ids = model_of(name), torch.randint(1, 32, (2, 9))
     torch.manual_seed(0)
-    model = getattr(transformers, f"{name}ForCausalLM")(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0.3, 0.3)
-    ids = torch.randint(1, 32, (2, 9))
-
-    def step(run: Any) -> list[torch.Tensor]:
-        model.zero_grad()
-        loss = run(ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-
-    torch._dynamo.reset()
-    wanted = step(model)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0.3, 0.3)
+    wanted = step(model, ids)
     compiled = torch.compile(model, backend=make_backend(served.ops), fullgraph=True)
     with caplog.at_level("INFO"):
-        found = step(compiled)
+        found = step(compiled, ids)
     assert kernels.calls == [offset] * 4
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
     told = [message for message in caplog.messages if "additions folded" in message]
     assert [message.rpartition(": ")[2] for message in told][:2] == ["0", "4"]

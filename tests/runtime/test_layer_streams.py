@@ -4,9 +4,7 @@ before them, and in which the gradients of a residual stream come to the kernel 
 from __future__ import annotations
 
 import copy
-import pickle
 from collections import Counter
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -20,36 +18,24 @@ import normforge
 from normforge.frontends.layer_patch import _with_kernels
 from normforge.frontends.norm_add import NormAndAdd
 from tests.support.entry_points import equal_bits, filled, leaf, randn
-from tests.support.foreign_norms import OffsetRMSNorm
-from tests.support.layer_classes import SMALL, GemmaLayer, LlamaLayer, N
+from tests.support.layer_classes import (
+    B,
+    GemmaLayer,
+    LlamaLayer,
+    N,
+    OffsetLayer,
+    OtherNamesLayer,
+    S,
+    check,
+    model_of,
+    results,
+    step,
+)
 
-B, S = 2, 5
 SUM, STREAM, ALONE = "EagerAddNormBackward", "EagerNormOfStreamBackward", "EagerNormBackward"
 
 
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-class OffsetLayer(LlamaLayer):
-    """Gemma's first."""
-
-    norm = OffsetRMSNorm
-
-
-class OtherNamesLayer(LlamaLayer):
-    """Keeps the sum under its own name."""
-
-    def forward(self, hidden_states: Any, attention_mask: Any = None, **_: Any) -> Any:
-        rows = hidden_states
-        y = self.norm1(hidden_states)
-        y, _ = self.self_attn(y)
-        stream = y * 0.5 + rows
-        y = self.norm2(stream)
-        return stream + self.mlp(y)
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 class BothNamesLayer(LlamaLayer):
@@ -66,22 +52,6 @@ class BothNamesLayer(LlamaLayer):
 
 
 KINDS = [LlamaLayer, OffsetLayer, OtherNamesLayer, BothNamesLayer]
-
-
-def results(model: Any, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    x = leaf(B, S, N, dtype=dtype, seed=7)
-    y = first(model(x))
-    leaves = [x, *model.parameters()]
-    return [y, *torch.autograd.grad(y, leaves, randn(*y.shape, dtype=y.dtype, seed=8))]
-
-
-def first(y: Any) -> torch.Tensor:
-    result: torch.Tensor = y[0] if isinstance(y, tuple) else y
-    return result
-
-
-def check(found: list[torch.Tensor], wanted: list[torch.Tensor], tolerance: float = 1e-4) -> None:
-    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
 
 
 def nodes_of(y: torch.Tensor) -> tuple[Counter[str], int]:
@@ -104,11 +74,11 @@ def nodes_of(y: torch.Tensor) -> tuple[Counter[str], int]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_sums_before_norms_are_one_call(kind: Any, dtype: torch.dtype) -> None:
     model = filled(kind()).to(dtype)
-    plain = results(model, dtype)
+    plain = results(model, dtype=dtype)
     normforge.patch(model)
-    wanted = results(model, dtype)
+    wanted = results(model, dtype=dtype)
     assert normforge.patch(model, fuse=True) == ["norm1", "norm2", ""]
-    found = results(model, dtype)
+    found = results(model, dtype=dtype)
     assert torch.equal(found[0], wanted[0])  # the sum is rounded before it is normalised
     for one, other in zip(found, wanted, strict=True):
         size = 1e-6 if dtype == torch.float32 else 0.01
@@ -120,7 +90,7 @@ def test_sums_before_norms_are_one_call(kind: Any, dtype: torch.dtype) -> None:
     assert "by Normforge" in repr(model).splitlines()[1]
     assert "" in normforge.unpatch(model)
     assert type(model) is kind
-    assert equal_bits(results(model, dtype), plain)
+    assert equal_bits(results(model, dtype=dtype), plain)
 
 
 def test_the_kernels_add_the_gradients_of_the_stream() -> None:
@@ -138,7 +108,7 @@ def test_narrow_gradients_of_the_stream_are_rounded_once() -> None:
     model = filled(LlamaLayer()).bfloat16()
     for name in ("self_attn", "mlp"):
         getattr(model, name).weight.data *= 0.1  # what is rounded twice is small otherwise
-    exact = results(copy.deepcopy(model).double(), torch.float64)[1]
+    exact = results(copy.deepcopy(model).double(), dtype=torch.float64)[1]
     errors = []
     for fuse in (False, True):
         normforge.patch(model, fuse=fuse)
@@ -195,34 +165,6 @@ def test_a_gpu_joins_what_it_has_kernels_for(monkeypatch: pytest.MonkeyPatch) ->
 
 
 # ---- As modules are used -------------------------------------------------------------------------
-
-
-def test_models_are_copied_and_pickled() -> None:
-    model = filled(LlamaLayer())
-    normforge.patch(model, fuse=True)
-    wanted = results(model)
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert type(other) is type(model)
-        assert equal_bits(results(other), wanted)
-
-
-@pytest.mark.parametrize("kind", [LlamaLayer, OffsetLayer, OtherNamesLayer])
-def test_compiled_layers_have_no_more_graphs_than_before(kind: Any) -> None:
-    def graphs(fuse: bool) -> tuple[int, list[torch.Tensor]]:
-        torch._dynamo.reset()
-        counter, layers = CompileCounter(), [filled(kind()) for _ in range(3)]
-        x = start = leaf(B, S, N)
-        for layer in layers:
-            normforge.patch(layer, fuse=fuse)
-            layer.compile(backend=counter, fullgraph=True)
-            x = layer(x)
-        frames = counter.frame_count
-        assert isinstance(frames, int)
-        return frames, [x, *torch.autograd.grad(x.sin().sum(), [start, *layers[0].parameters()])]
-
-    (before, wanted), (after, found) = graphs(False), graphs(True)
-    assert after == before
-    check(found, wanted)
 
 
 def test_a_pass_finds_the_gradients_of_the_stream_in_compiled_layers() -> None:
@@ -385,37 +327,6 @@ def test_norms_with_hooks_are_called() -> None:
     assert not torch.equal(model(randn(B, S, N, seed=7)), wanted[0])
 
 
-class InPlaceLayer(LlamaLayer):
-    """Writes to rows that a norm keeps for its backward."""
-
-    def forward(self, hidden_states: Any, attention_mask: Any = None, **_: Any) -> Any:
-        residual = hidden_states
-        hidden_states = self.norm1(hidden_states)
-        residual += self.mlp(hidden_states)
-        return residual
-
-
-class OwnNormLayer(LlamaLayer):
-    """Has norms of a package, which may have options of their own."""
-
-    norm = partial(normforge.RMSNorm, main_grad=True)
-
-
-LEFT = {
-    InPlaceLayer: "it raises an error on the CPU",
-    OwnNormLayer: "its norms are a package's own",
-}
-
-
-@pytest.mark.parametrize("kind", LEFT)
-def test_other_layers_are_left_alone(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
-    model = kind()
-    with caplog.at_level("INFO"):
-        assert "" not in normforge.patch(model, fuse=True)
-    assert type(model) is kind
-    assert f"({kind.__name__}) alone: {LEFT[kind]}" in caplog.text
-
-
 class BehindLayer(LlamaLayer):
     """Normalizes sums that it does not keep."""
 
@@ -457,20 +368,9 @@ MODELS = {"Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Gemma", "Granite", "
 MODELS |= {"Glm", "Glm4", "Ernie4_5"}
 
 
-def step(model: Any, ids: torch.Tensor) -> list[torch.Tensor]:
-    loss = model(ids, labels=ids, use_cache=False).loss
-    return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
-
-
-def model_of(name: str) -> Any:
-    transformers: Any = pytest.importorskip("transformers", reason="needs transformers")
-    config = getattr(transformers, f"{name}Config")(**SMALL)
-    return filled(getattr(transformers, f"{name}ForCausalLM")(config)).eval()
-
-
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_models_of_transformers(name: str) -> None:
-    model, ids = model_of(name), torch.randint(1, 32, (2, 9))
+    model, ids = model_of(name).eval(), torch.randint(1, 32, (2, 9))
     plain = step(model, ids)
     normforge.patch(model)
     wanted = step(model, ids)
@@ -489,7 +389,7 @@ def test_models_of_transformers(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["Llama", "Qwen3"])
 def test_models_of_transformers_that_are_checkpointed_and_compiled(name: str) -> None:
-    model, ids = model_of(name), torch.randint(1, 32, (2, 9))
+    model, ids = model_of(name).eval(), torch.randint(1, 32, (2, 9))
     normforge.patch(model, fuse=True)
     wanted = step(model, ids)
     model.train()

@@ -17,9 +17,8 @@ import normforge
 from normforge.frontends.layer_text import BEFORE, BEHIND, KEPT, Joined, join
 from tests.support.entry_points import filled, leaf, randn
 from tests.support.foreign_norms import PlainRMSNorm
-from tests.support.layer_classes import LlamaLayer, N
+from tests.support.layer_classes import B, LlamaLayer, N, S
 
-B, S = 2, 5
 ALL = Joined(*[("norm1", "norm2")] * 3)
 
 

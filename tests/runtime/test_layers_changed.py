@@ -15,11 +15,9 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 import normforge
-from tests.support.entry_points import equal_bits, filled, leaf, randn
+from tests.support.entry_points import equal_bits, filled, randn
 from tests.support.foreign_norms import PlainRMSNorm
-from tests.support.layer_classes import GemmaLayer, Layer, LlamaLayer, N
-
-B, S = 2, 5
+from tests.support.layer_classes import B, GemmaLayer, Layer, LlamaLayer, N, S, check, results
 
 
 def both(model: Any) -> tuple[Any, Any]:
@@ -28,21 +26,6 @@ def both(model: Any) -> tuple[Any, Any]:
     normforge.patch(plain)
     normforge.patch(fused, fuse=True)
     return plain, fused
-
-
-def results(model: Any, dtype: torch.dtype = torch.float32, **named: Any) -> list[torch.Tensor]:
-    x = leaf(B, S, N, dtype=dtype, seed=7)
-    y = model(x, **named)
-    y = y[0] if isinstance(y, tuple) else y
-    leaves = [x, *model.parameters()]
-    given = torch.autograd.grad(
-        y, leaves, randn(*y.shape, dtype=y.dtype, seed=8), allow_unused=True
-    )
-    return [y, *(one for one in given if one is not None)]
-
-
-def check(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 # ---- What norms are -----------------------------------------------------------------------------
@@ -88,7 +71,7 @@ def test_a_norm_that_was_patched_otherwise_since_is_called() -> None:
     for model in (plain, fused):
         normforge.patch(model.norm1, casting="llama")
         normforge.unpatch(model.norm2)
-    assert equal_bits(results(fused, torch.bfloat16), results(plain, torch.bfloat16))
+    assert equal_bits(*(results(one, dtype=torch.bfloat16) for one in (fused, plain)))
 
 
 class CountingRMSNorm(PlainRMSNorm):
@@ -146,7 +129,7 @@ def test_norms_have_results_of_their_own_dtype(norm: Any, rows: torch.dtype) -> 
     model.norm1, model.norm2 = norm(N), norm(N)
     plain, fused = both(filled(model).bfloat16())
     assert type(fused) is not NormAlone
-    assert equal_bits(results(fused, rows), results(plain, rows))
+    assert equal_bits(results(fused, dtype=rows), results(plain, dtype=rows))
 
 
 @pytest.mark.parametrize("kind", [Layer, LlamaLayer, GemmaLayer])

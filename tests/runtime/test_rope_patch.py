@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -29,29 +29,18 @@ from tests.support.attention_classes import (
     ScaledAttention,
     WholeNormAttention,
 )
-from tests.support.entry_points import equal_bits, filled, leaf, randn
+from tests.support.entry_points import equal_bits, filled, randn, spied
 from tests.support.foreign_norms import CentredRMSNorm
-from tests.support.layer_classes import SMALL
+from tests.support.layer_classes import B, S, check, model_of, step
+from tests.support.layer_classes import results as results_of
 
-B, S = 2, 5
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shapes of what `rms_norm_rope` serves in plain eager code."""
-    seen: list[tuple[int, ...]] = []
-    forward = functions.forward
-    monkeypatch.setattr(
-        functions, "forward", lambda x, *given: seen.append(tuple(x.shape)) or forward(x, *given)
-    )
-    return seen
+    return spied(monkeypatch, functions, "forward", lambda x, *_: tuple(x.shape))
 
 
 def turns(width: int = WIDTH, batch: int = 1, dtype: torch.dtype = torch.float32) -> Any:
@@ -60,17 +49,8 @@ def turns(width: int = WIDTH, batch: int = 1, dtype: torch.dtype = torch.float32
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def results(model: Any, of_turns: Any, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    x = leaf(B, S, HIDDEN, dtype=dtype, seed=7)
-    y = model(x, of_turns, None)[0]
-    leaves = [x, *model.parameters()]
-    return [y, *torch.autograd.grad(y, leaves, randn(*y.shape, dtype=y.dtype, seed=8))]
-
-
-def check(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
-    for one, other in zip(found, wanted, strict=True):
-        assert one.dtype == other.dtype
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+def results(model: Any, of_turns: Any) -> list[torch.Tensor]:
+    return results_of(model, of_turns, None, width=HIDDEN)
 
 
 NAMES = ["q_norm", "k_norm", ""]
@@ -362,32 +342,18 @@ def test_other_packages_fuse_nothing(package: Package, caplog: pytest.LogCapture
 
 # ---- Models of transformers ----------------------------------------------------------------------
 
-SIZES = {**SMALL, "head_dim": 16}
-
-
-def model_of(name: str) -> Any:
-    transformers: Any = pytest.importorskip("transformers", reason="needs transformers")
-    kind = "Gemma3Text" if name == "Gemma3" else name
-    config = getattr(transformers, f"{kind}Config")(**SIZES)
-    return filled(getattr(transformers, f"{name}ForCausalLM")(config))
-
 
 @pytest.mark.parametrize("name", ["Qwen3", "Gemma3", "Olmo2", "Olmo3"])
 def test_models_of_transformers(
     name: str, served: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, ids = model_of(name), torch.randint(1, 32, (2, 9))
+    model, ids = model_of(name, head_dim=16), torch.randint(1, 32, (2, 9))
 
-    def step() -> list[torch.Tensor]:
-        loss = model(ids, labels=ids, use_cache=False).loss
-        return [loss, *torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)]
-
-    wanted = step()
+    wanted = step(model, ids)
     with caplog.at_level("INFO"):
         names = [n for n in normforge.patch(model, fuse=True) if n.endswith("self_attn")]
     served.clear()
-    for one, other in zip(step(), wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(step(model, ids), wanted, rtol=1e-3, atol=1e-4)
     if name.startswith("Olmo"):
         assert names == served == []
         assert "OLMo 2 and 3 normalize all heads together" in caplog.text
@@ -395,12 +361,12 @@ def test_models_of_transformers(
         assert names == [f"model.layers.{i}.self_attn" for i in range(2)]
         assert served == [(2, 9, 4, 16), (2, 9, 2, 16)] * 2
     normforge.unpatch(model)
-    assert equal_bits(step(), wanted)
+    assert equal_bits(step(model, ids), wanted)
 
 
 @pytest.mark.parametrize("name", ["Qwen3", "Gemma3"])
 def test_models_of_transformers_generate_as_before(name: str) -> None:
-    model, ids = model_of(name).eval(), torch.randint(1, 32, (2, 9))
+    model, ids = model_of(name, head_dim=16).eval(), torch.randint(1, 32, (2, 9))
     given = {"max_new_tokens": 5, "do_sample": False}
     wanted = model.generate(ids, **given)
     normforge.patch(model, fuse=True)
@@ -413,7 +379,7 @@ def test_models_of_transformers_compile_into_as_many_graphs(name: str) -> None:
 
     def graphs(fuse: bool) -> tuple[int, torch.Tensor]:
         torch._dynamo.reset()
-        counter, model = CompileCounter(), model_of(name)
+        counter, model = CompileCounter(), model_of(name, head_dim=16)
         normforge.patch(model, fuse=fuse)
         compiled = torch.compile(model, backend=counter, fullgraph=True)
         loss = compiled(ids, labels=ids, use_cache=False).loss

@@ -267,14 +267,14 @@ def spied(
     monkeypatch: pytest.MonkeyPatch,
     owner: Any,
     name: str,
-    note: Callable[..., Any] = lambda *given: given,
+    note: Callable[..., Any] = lambda *given, **_: given,
 ) -> list[Any]:
     """Let the calls of a method do what they do. Returns a list that gets what `note` makes of the
     arguments of each."""
     seen, ran = [], getattr(owner, name)
 
     def call(*given: Any, **named: Any) -> Any:
-        seen.append(note(*given))
+        seen.append(note(*given, **named))
         return ran(*given, **named)
 
     monkeypatch.setattr(owner, name, call)
