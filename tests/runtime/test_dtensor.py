@@ -101,7 +101,8 @@ assert torch.equal(x.grad.to_local(), dx)
 assert weight.grad.placements == (Partial("sum"),)
 """
 
-PARTS["wanted"] = """
+# DTensor remembers how the results of an operator are split, and their shapes.
+PARTS["wanted in an earlier call"] = """
 given = [*map(split, (dy, x, rstd)), everywhere(weight)]
 wanted = package.rmsnorm_backward(dy, x, rstd, weight)
 for need_dx, need_dw in ((True, False), (True, True), (False, True), (True, True)):
@@ -144,7 +145,7 @@ for dtype in (torch.float32, torch.bfloat16):
     assert [g.placements for g in found] == [(Shard(0),), (Shard(0),), (Partial("sum"),)]
 """
 
-PARTS["placements"] = """
+PARTS["placements of every result"] = """
 from types import SimpleNamespace
 from normforge.frontends.dtensor import _rms_norm_backward
 
@@ -172,6 +173,52 @@ assert all(results[1] == Replicate() for results in placements(None, weight=None
 """
 
 
+PARTS["gated"] = """
+from normforge import rms_norm_gated
+
+local = [torch.randn(2, 3, 16).requires_grad_() for _ in range(2)]
+scale = torch.randn(16).requires_grad_()
+for norm in (rms_norm_gated, torch.compile(rms_norm_gated, backend="aot_eager")):
+    for order in (True, False):
+        rows = [DTensor.from_local(t.detach(), mesh, [Shard(1)]).requires_grad_() for t in local]
+        weight = everywhere(scale.detach()).requires_grad_()
+        y = norm(*rows, weight, norm_before_gate=order)
+        assert y.placements == (Shard(1),), y.placements
+        wanted = rms_norm_gated(*local, scale, norm_before_gate=order)
+        torch.testing.assert_close(y.to_local(), wanted)
+        dy = torch.randn(2, 3, 16)
+        y.backward(DTensor.from_local(dy, mesh, [Shard(1)]))
+        found = tuple(one.grad.to_local() for one in rows)
+        torch.testing.assert_close(found, torch.autograd.grad(wanted, local, dy))
+"""
+
+PARTS["added"] = """
+from normforge import operators, rms_norm
+from torch.utils._python_dispatch import TorchDispatchMode
+
+local, other, scale = torch.randn(2, 4, 16), torch.randn(2, 4, 16), torch.randn(16)
+x, r = (DTensor.from_local(one, mesh, [Shard(1)]).requires_grad_() for one in (local, other))
+weight = everywhere(scale).requires_grad_()
+seen = []
+
+class Look(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, given=(), named=None):
+        seen.append(function)
+        return function(*given, **(named or dict()))
+
+with Look():
+    y = rms_norm(x, weight, add=r)
+assert operators.rms_norm_and_add.v1 in seen and torch.ops.aten.add.Tensor not in seen
+assert y.placements == (Shard(1),), y.placements
+assert torch.equal(y.to_local(), rms_norm(local, scale, add=other))
+dy = torch.randn(2, 4, 16)
+y.backward(DTensor.from_local(dy, mesh, [Shard(1)]))
+assert torch.equal(r.grad.to_local(), dy) and x.grad.placements == (Shard(1),)
+compiled = torch.compile(lambda *given: rms_norm(*given[:2], add=given[2]), backend="aot_eager")
+assert torch.equal(compiled(x, weight, r).to_local(), y.to_local())
+"""
+
+
 @pytest.fixture(scope="module")
 def wrong(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Return what went wrong in each part.
@@ -186,25 +233,9 @@ def wrong(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return dict(map(json.loads, done.stdout.splitlines()))
 
 
-def test_dtensor_may_be_imported_after_the_package(wrong: dict[str, str]) -> None:
-    assert wrong["imported after the package"] == ""
-
-
-def test_dtensor_shards_rows_and_leaves_dw_partial(wrong: dict[str, str]) -> None:
-    assert wrong["rows and dw"] == ""
-
-
-def test_what_is_wanted_is_no_matter_of_an_earlier_call(wrong: dict[str, str]) -> None:
-    """DTensor remembers how the results of an operator are split, and their shapes."""
-    assert wrong["wanted"] == ""
-
-
-def test_frozen_norms_and_used_streams_on_shards(wrong: dict[str, str]) -> None:
-    assert wrong["frozen norms and used streams"] == ""
-
-
-def test_placement_of_every_result_is_that_of_what_it_holds(wrong: dict[str, str]) -> None:
-    assert wrong["placements"] == ""
+@pytest.mark.parametrize("part", PARTS)
+def test_dtensors_are_split_by_the_operators(wrong: dict[str, str], part: str) -> None:
+    assert wrong[part] == ""
 
 
 DTENSOR_LATEST = """

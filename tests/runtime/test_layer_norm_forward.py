@@ -128,8 +128,7 @@ def test_weight_and_bias_may_be_left_out(
     torch.testing.assert_close(y, eager(*given))
     leaves = [one for one in given if one is not None]
     wanted = grads(eager(*given), *leaves)
-    for one, other in zip(grads(y, *leaves), wanted, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(grads(y, *leaves), wanted)
     assert len(kernels.calls) == 1
 
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from normforge.frontends import layer_norm_main_grad as module
 from normforge.frontends.layer_norm import LayerNormPackage
-from tests.support.entry_points import randn, write_layer_norm_package
+from tests.support.entry_points import randn, same, write_layer_norm_package
 
 BF16 = torch.bfloat16
 NAMES = ("weight", "bias")
@@ -59,7 +59,7 @@ def test_gradients_are_added_to_the_buffers(
     wanted = [torch.full(shape, 3.0) for _ in ours.parameters()]
     for seed in range(3):
         found, expected = trained(ours, seed, **how), trained(plain, seed, **how)
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert same(found, expected)
         for total, one in zip(wanted, plain.parameters(), strict=True):
             total += one.grad
             one.grad = None

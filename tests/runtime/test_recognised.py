@@ -32,6 +32,7 @@ from normforge.table import MAX_ALIGNMENT
 from tests.support.entry_points import (
     aten_on_cpu,
     routing_on_cpu,
+    same,
     write_layer_norm_package,
     write_package,
 )
@@ -444,8 +445,9 @@ def test_autograd_gets_the_gradients_of_the_formula_for_many_kinds(
                 mine = package.rms_norm(x, weight, 1e-6)
                 y = functional.rms_norm(x, (32,), weight, 1e-6)
             found = torch.autograd.grad(mine, (x, weight), dy)
-            for got, wanted in zip(found, torch.autograd.grad(y, (x, weight), dy), strict=True):
-                torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                found, torch.autograd.grad(y, (x, weight), dy), rtol=1e-4, atol=1e-5
+            )
         assert (entry_point.prepared == before) is (step >= 1)
 
 
@@ -515,7 +517,7 @@ def test_known_call_whose_gradient_is_wanted_refuses_it(
     assert package._calls.find_recent(known) is not None
     for _ in range(3):
         results = backward(*given)
-        assert all(torch.equal(one, other) for one, other in zip(results, wanted, strict=True))
+        assert same(results, wanted)
         with pytest.raises(RuntimeError, match="differentiate the norm"):
             sum(result.sum() for result in results).backward()
     with torch.no_grad():

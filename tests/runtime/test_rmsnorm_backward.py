@@ -296,7 +296,7 @@ def test_dtype_without_kernels_gets_every_option_from_the_formula(package: Packa
         call = package._fallback("no kernel for float64", given, options)
     found = call(*vars(given).values())
     wanted = reference_backward(x, x, given.rstd, weight, weight_offset=1.0, dresidual=x)
-    assert all(torch.equal(one, two) for one, two in zip(found, wanted, strict=True))
+    assert same(found, wanted)
 
 
 def test_copy_for_a_kernel_is_aligned() -> None:

@@ -3,33 +3,31 @@ the CPU."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
 
 import normforge
 from normforge import qk_norm_rope, rms_norm_rope
 from normforge.frontends.rope_node import SERVED, rms_norm_rope_backward, rms_norm_rope_forward
 from normforge.frontends.rope_packed import qk_norm_rope_backward, qk_norm_rope_forward
-from normforge.operations import OPERATIONS, ROTATED, RowOperation
+from normforge.operations import ROTATED
 from normforge.rope import explain
-from normforge.serve.rows import RowServer
+from tests.support.library_functions import (
+    EPS,
+    HEAD,
+    HEADS,
+    B,
+    Kernels,
+    check_rounded_once,
+    gradients,
+    turns,
+)
 
-B, S, D = 2, 5, 8
-HEADS = (4, 2)
-EPS = 1e-3
+S, D = 5, HEAD
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
@@ -37,14 +35,6 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]
     torch.manual_seed(sum(shape))
     made = [torch.randn(*shape, dtype=dtype), torch.rand(D, dtype=dtype) + 0.5]
     return [one.requires_grad_() for one in made]
-
-
-def turns(*shape: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of random angles, the same for both halves of the columns."""
-    torch.manual_seed(7)
-    angles = torch.randn(*shape, D // 2, dtype=torch.float64)
-    whole = torch.cat((angles, angles), -1)
-    return whole.cos().to(dtype), whole.sin().to(dtype)
 
 
 def rotate_half(x: torch.Tensor) -> torch.Tensor:
@@ -59,15 +49,8 @@ def written_out(
     return n * cos.unsqueeze(-2) + rotate_half(n) * sin.unsqueeze(-2)
 
 
-def gradients(
-    norm: Callable[..., torch.Tensor], given: list[torch.Tensor]
-) -> tuple[torch.Tensor, ...]:
-    return torch.autograd.grad(norm(*given).square().sum(), given)
-
-
 def check(found: Any, wanted: Any) -> None:
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(found, wanted)
 
 
 REPEATED = [(B, S), (1, S), (S,), (B, 1), (1, 1), (1,), ()]
@@ -89,11 +72,6 @@ def test_results_and_gradients_are_those_of_the_definition(
 
     torch.testing.assert_close(norm(*given), wanted(*given))
     check(gradients(norm, given), gradients(wanted, given))
-    if shape == (1, S):
-        assert torch.autograd.gradcheck(norm, given)
-        few = [one[:1, :2].detach().requires_grad_() if one.dim() > 1 else one for one in given]
-        part = [one[:, :2] for one in seen]
-        assert torch.autograd.gradgradcheck(lambda *g: rms_norm_rope(*g, *part, EPS), few)
 
 
 def test_a_packed_projection_is_split_where_it_lies() -> None:
@@ -128,19 +106,11 @@ def test_results_are_rounded_once_and_gradients_have_the_dtypes_of_what_they_bel
     x, weight = (one.detach().to(dtype).requires_grad_() for one in drawn(64, 2, D))
     weight = weight.detach().float().requires_grad_() if wide else weight
     cos, sin = turns(64, dtype=of_turns)
-    y = rms_norm_rope(x, weight, cos, sin, 1e-5)
-    exact = [one.detach().double().requires_grad_() for one in (x, weight)]
-    wanted = written_out(*exact, cos.double(), sin.double(), 1e-5)
-    assert y.dtype == dtype
-    unit = torch.finfo(dtype).eps / 2
-    assert ((y.double() - wanted).abs() <= wanted.abs() * unit * 1.01 + 1e-6).all()
-    dy = torch.randn(y.shape, dtype=dtype)
-    found = torch.autograd.grad(y, (x, weight), dy)
-    others = torch.autograd.grad(wanted, exact, dy.double())
-    for one, leaf, other in zip(found, (x, weight), others, strict=True):
-        assert one.dtype == leaf.dtype
-        slack = torch.finfo(one.dtype).eps / 2 * 1.01
-        assert ((one.double() - other).abs() <= other.abs() * slack + 1e-5).all()
+    check_rounded_once(
+        lambda *given: rms_norm_rope(*given, cos, sin, 1e-5),
+        lambda *given: written_out(*given, cos.double(), sin.double(), 1e-5),
+        [x, weight],
+    )
 
 
 def test_no_weight_stands_for_ones() -> None:
@@ -192,67 +162,7 @@ def test_it_is_what_the_attention_of_transformers_computes() -> None:
     check(*(torch.autograd.grad(one, leaves) for one in losses))
 
 
-# ---- Compilers, modes and transforms -------------------------------------------------------------
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The directions that the library serves, one by one, which PyTorch's operators do not."""
-    functions: Any = SERVED("*/rope")
-    seen: list[str] = []
-
-    def watch(name: str, before: Any) -> None:
-        def call(*given: Any, **how: Any) -> Any:
-            seen.append(name)
-            return before(*given, **how)
-
-        monkeypatch.setattr(functions, name, call)
-
-    for name in ("forward", "backward"):
-        watch(name, getattr(functions, name))
-    return seen
-
-
-def narrow(rows: int = 3) -> tuple[list[torch.Tensor], Callable[..., torch.Tensor]]:
-    """Leaves in fp32, and the norm of them."""
-    of_turns = turns(rows, dtype=torch.float32)
-
-    def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return rms_norm_rope(x, weight, *of_turns, EPS)
-
-    return drawn(rows, 2, D, dtype=torch.float32), norm
-
-
-def test_a_compiled_call_is_one_graph_of_operators(calls: list[str]) -> None:
-    leaves, norm = narrow()
-    torch.compiler.reset()
-    compiled = torch.compile(norm, fullgraph=True, backend="aot_eager")
-    found = gradients(compiled, leaves)
-    assert calls == ["forward", "backward"]
-    check(found, gradients(norm, leaves))
-    torch.testing.assert_close(compiled(*leaves), norm(*leaves))
-
-
-def test_inductor_runs_the_operators(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor is stricter where the environment has CI."""
-    monkeypatch.setenv("CI", "true")
-    leaves, run = packed()
-    torch.compiler.reset()
-    found = gradients(torch.compile(run, fullgraph=True), leaves)
-    assert sorted(calls) == ["backward"] * 2 + ["forward"] * 2
-    check(found, gradients(run, leaves))
-
-
-def test_sizes_that_a_compiled_call_leaves_open(calls: list[str]) -> None:
-    torch.compiler.reset()
-    compiled = torch.compile(rms_norm_rope, fullgraph=True, dynamic=True, backend="aot_eager")
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for rows in (3, 5, 12):
-            given, of_turns = drawn(B, rows, 4, D, dtype=torch.float32), turns(1, rows)
-            of_turns = (of_turns[0].float(), of_turns[1].float())
-            found = gradients(lambda *g, t=of_turns: compiled(*g, *t), given)
-            check(found, gradients(lambda *g, t=of_turns: rms_norm_rope(*g, *t), given))
-    assert calls
+# ---- Operators ---------------------------------------------------------------------------------
 
 
 def test_the_operators_are_what_pytorch_asks_of_one() -> None:
@@ -290,7 +200,7 @@ def test_the_operators_of_a_projection_are_what_pytorch_asks_of_one() -> None:
         torch.library.opcheck(qk_norm_rope_backward, (dq, dk, dv, *call, *rest))
 
 
-def test_a_projection_has_one_node_whose_gradient_is_written_at_once(calls: list[str]) -> None:
+def test_a_projection_has_one_node_whose_gradient_is_written_at_once() -> None:
     """The gradients of q, k and v are parts of one tensor, and are not concatenated."""
     leaves, run = packed()
     q, k, _ = qk_norm_rope(*leaves, *turns(1, S, dtype=torch.float32), HEADS, EPS)
@@ -307,106 +217,6 @@ def test_a_projection_has_one_node_whose_gradient_is_written_at_once(calls: list
     assert heads[..., 4:6, :].any() and not heads[..., :4, :].any() and not heads[..., 6:, :].any()
 
 
-def test_a_projection_has_second_derivatives_and_transforms() -> None:
-    leaves, run = packed(torch.float64)
-    few = [leaves[0][:1, :2].detach().requires_grad_(), *leaves[1:]]
-    of_turns = [one[:, :2] for one in turns(1, S)]
-
-    def some(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return qk_norm_rope(*given, *of_turns, HEADS, EPS)
-
-    assert torch.autograd.gradcheck(some, few)
-    assert torch.autograd.gradgradcheck(some, few)
-    given = [leaf.detach() for leaf in leaves]
-    found = torch.func.grad(lambda qkv: run(qkv, *given[1:]).square().sum())(given[0])
-    torch.testing.assert_close(found, gradients(run, leaves)[0])
-    with torch.inference_mode():
-        made = torch.ones(B, S, 8 * D, dtype=torch.float64)
-    assert all(one.any() for one in gradients(lambda *w: run(made, *w), leaves[1:]))
-
-
-@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
-def test_a_traced_step_has_the_operators(mode: str) -> None:
-    leaves, of_turns = drawn(3, 2, D, dtype=torch.float32), turns(3, dtype=torch.float32)
-
-    def step(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return gradients(lambda *rest: rms_norm_rope(*rest, *given[2:]), list(given[:2]))
-
-    given = (*leaves, *of_turns)
-    traced = make_fx(step, tracing_mode=mode)(*given)
-    targets = [node.target for node in traced.graph.nodes]
-    assert targets.count(rms_norm_rope_forward) == targets.count(rms_norm_rope_backward) == 1
-    check(traced(*given), step(*given))
-
-
-@pytest.mark.parametrize("policy", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE])
-def test_selective_checkpointing_keeps_or_repeats_the_forward(
-    policy: CheckpointPolicy, calls: list[str]
-) -> None:
-    contexts = partial(create_selective_checkpoint_contexts, lambda *_, **__: policy)
-    leaves, norm = narrow()
-
-    def saved(*given: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = checkpoint(norm, *given, use_reentrant=False, context_fn=contexts)
-        return y
-
-    found = gradients(saved, leaves)
-    repeated = policy == CheckpointPolicy.PREFER_RECOMPUTE
-    assert calls == ["forward"] * (1 + repeated) + ["backward"]
-    check(found, gradients(norm, leaves))
-
-
-def test_autocast_inference_and_checkpointing_change_nothing() -> None:
-    given = [one.detach().bfloat16().requires_grad_() for one in drawn(3, 2, D)]
-    of_turns = turns(3, dtype=torch.bfloat16)
-    plain = rms_norm_rope(*given, *of_turns)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(rms_norm_rope(*given, *of_turns), plain)
-        assert rms_norm_rope(*(one.float() for one in given), *of_turns).dtype == torch.float32
-    with torch.inference_mode():
-        assert torch.equal(rms_norm_rope(*given, *of_turns), plain)
-        made = torch.ones(3, 2, D, dtype=torch.bfloat16)
-    y = rms_norm_rope(made, given[1], *of_turns)  # an inference tensor cannot be saved: a copy is
-    assert torch.autograd.grad(y.float().sum(), given[1])[0] is not None
-    again = checkpoint(rms_norm_rope, *given, *of_turns, use_reentrant=False)
-    found = torch.autograd.grad(again.float().sum(), given)
-    for one, other in zip(found, torch.autograd.grad(plain.float().sum(), given), strict=True):
-        assert torch.equal(one, other)
-
-
-def test_transforms_see_pytorchs_operators(calls: list[str]) -> None:
-    leaves, norm = narrow()
-    x, weight = (one.detach() for one in leaves)
-
-    def loss(x: torch.Tensor) -> torch.Tensor:
-        return norm(x, weight).square().sum()
-
-    tangent = torch.randn_like(x)
-    with forward_ad.dual_level():
-        dual = forward_ad.unpack_dual(norm(forward_ad.make_dual(x, tangent), weight)).tangent
-    torch.testing.assert_close(dual, torch.func.jvp(lambda x: norm(x, weight), (x,), (tangent,))[1])
-    slope = torch.func.grad(loss)(x)
-    assert calls == []
-    torch.testing.assert_close(slope, gradients(norm, leaves)[0])
-    y = norm(*leaves)
-    dy = torch.randn(3, *y.shape)
-    (batched,) = torch.autograd.grad(y, leaves[0], dy, is_grads_batched=True, retain_graph=True)
-    for one, incoming in zip(batched, dy, strict=True):
-        (alone,) = torch.autograd.grad(y, leaves[0], incoming, retain_graph=True)
-        torch.testing.assert_close(one, alone)
-
-
-def test_tensors_without_memory_and_without_rows_have_such_results() -> None:
-    x = torch.empty(3, 2, D, device="meta", requires_grad=True)
-    of_turns = [torch.empty(3, D, device="meta") for _ in range(2)]
-    y = rms_norm_rope(x, torch.empty(D, device="meta"), *of_turns)
-    y.sum().backward()
-    assert (y.shape, x.grad.shape) == (x.shape, x.shape)  # type: ignore[union-attr]
-    leaves, norm = narrow(0)
-    dx, dw = gradients(norm, leaves)
-    assert dx.shape == (0, 2, D) and not dw.any()
-
-
 # ---- Who serves ----------------------------------------------------------------------------------
 
 
@@ -418,26 +228,11 @@ def test_it_says_which_kernel_serves_or_why_none_does(forward: bool) -> None:
     assert explain(524288, 128, "bf16", forward=forward)["how"] == "tuned"
 
 
-class Kernels:
-    """Stands in for a server with kernels, by the formula, and keeps what it was given."""
-
-    def __init__(self, operation: RowOperation, seen: list[Any]) -> None:
-        self._server = RowServer(operation, "no kernels")
-        self._seen = seen
-
-    def is_without_kernels(self, x: torch.Tensor) -> bool:
-        return False
-
-    def __call__(self, tensors: Any, **how: Any) -> Any:
-        self._seen.append((self._server.operation.name, tensors))
-        return self._server(tensors, **how)
-
-
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The calls that kernels would serve."""
     given: list[Any] = []
-    servers = {name: Kernels(OPERATIONS[name], given) for name in ROTATED}
+    servers = {name: Kernels(name, given) for name in ROTATED}
     monkeypatch.setattr(SERVED("*/rope"), "_servers", servers)
     return given
 
@@ -458,59 +253,3 @@ def test_kernels_serve_both_directions_of_heads_where_they_lie(seen: list[Any]) 
     with torch.no_grad():
         assert torch.equal(qk_norm_rope(qkv, *weights, cos, sin, HEADS)[0], q)
     assert [name for name, _ in seen] == names[:2]
-
-
-def test_a_tiny_eps_is_served_by_the_formula(seen: list[Any]) -> None:
-    """Its rstd may be more than kernels can square."""
-    leaves, of_turns = drawn(5, 2, D), turns(5)
-    for eps, count in ((2.0**-97, 0), (2.0**-96, 1)):
-        y = rms_norm_rope(*leaves, *of_turns, eps)
-        seen.clear()
-        torch.autograd.grad(y.sum(), leaves)
-        assert len(seen) == count
-
-
-# ---- What is refused, in one sentence ------------------------------------------------------------
-
-X, W, (COS, SIN) = torch.ones(B, S, 3, D), torch.ones(D), turns(S, dtype=torch.float32)
-REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "no tensor": ((X, W, 3, SIN), "cos must be a torch.Tensor, got int"),
-    "one dimension": (
-        (X[0, 0, 0], W, COS, SIN),
-        "of shape (..., H, D), got torch.float32 of shape",
-    ),
-    "whole numbers": ((X.int(), W, COS, SIN), "x must be floating heads"),
-    "an odd width": ((X[..., :7], W, COS, SIN), "an even number of columns"),
-    "another weight": ((X, W[:4], COS, SIN), "weight must have shape (8,), got (4,)"),
-    "a quarter of cos": ((X, W, COS[:, :2], SIN), "cos must have the shape (2, 5, 8) of x without"),
-    "another sequence": ((X, W, COS, SIN[:4]), "sin must have the shape (2, 5, 8) of x without"),
-    "heads of cos": ((X, W, COS[:, None].expand(5, 3, D), SIN), "got (5, 3, 8)"),
-    "too many dimensions": ((X, W, COS[None, None, None], SIN), "cos must have the shape"),
-    "whole cos": ((X, W, COS.int(), SIN), "cos must be of a floating dtype, got torch.int32"),
-    "cos with a gradient": ((X, W, COS, SIN.clone().requires_grad_()), "give sin.detach()"),
-    "another device": ((X, W, COS.to("meta"), SIN), "cos is on meta and x on cpu"),
-    "no eps": ((X, W, COS, SIN, None), "eps must be a number, got None"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_fit_together_is_one_sentence(name: str) -> None:
-    given, said = REFUSED[name]
-    with pytest.raises((TypeError, ValueError), match=re.escape(said)) as error:
-        rms_norm_rope(*given)
-    assert "\n" not in str(error.value) and ". " not in str(error.value).replace("(...", "")
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"qkv": 3}, "qkv must be a torch.Tensor, got int"),
-        ({"heads": 4}, "heads must be the numbers of heads of the queries and of the keys, got 4"),
-        ({"heads": (4, 0)}, "heads must be the numbers of heads"),
-        ({"heads": (5, 2)}, "qkv has 64 columns, no multiple of 5 + 2 * 2 heads"),
-    ],
-)
-def test_a_projection_without_these_heads_is_refused(change: dict[str, Any], said: str) -> None:
-    given = {"qkv": torch.ones(B, S, 8 * D), "heads": HEADS} | change
-    with pytest.raises((TypeError, ValueError), match=re.escape(said)):
-        qk_norm_rope(given["qkv"], W, W, COS, SIN, given["heads"])

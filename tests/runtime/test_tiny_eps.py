@@ -14,10 +14,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import layer_norm, rms_norm
 
 from generator.paths import GENERATED
+from normforge import rms_norm_gated, rms_norm_rope
 from normforge.api import Package
+from normforge.frontends import gated_node, rope_node
 from normforge.frontends.batch_invariant import BatchInvariantPackage
 from normforge.frontends.graph_pass import find_norms, has_tiny_eps, route
 from normforge.frontends.layer_norm import LayerNormPackage
+from normforge.operations import GATED, ROTATED
 from normforge.serve.options import PLAIN, SMALLEST_EPS, Arguments, FormulaOptions
 from normforge.serve.server import Server
 from normforge.table import MAX_ALIGNMENT
@@ -29,6 +32,7 @@ from tests.support.entry_points import (
     write_layer_norm_package,
     write_package,
 )
+from tests.support.library_functions import Kernels
 from tests.support.native import Machine, Watch
 
 N = 16
@@ -139,6 +143,28 @@ def test_the_same_of_layer_norm(way: str, asked: list[str], tmp_path: Path) -> N
     found = gradients(SMALLEST_EPS)
     assert asked
     assert same(gradients(0.0), found) and not asked
+
+
+def gated(x: Any, w: Any, eps: float) -> Any:
+    return rms_norm_gated(x, x.detach(), w, eps)
+
+
+def rotated(x: Any, w: Any, eps: float) -> Any:
+    return rms_norm_rope(x, w, torch.ones(6, N), torch.zeros(N), eps)
+
+
+@pytest.mark.parametrize("norm", [gated, rotated])
+def test_the_same_of_functions_of_the_library(norm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    for served, names in ((gated_node, GATED), (rope_node, ROTATED)):
+        functions = served.SERVED("*/gated" if served is gated_node else "*/rope")
+        monkeypatch.setattr(functions, "_servers", {name: Kernels(name, seen) for name in names})
+    x, w = leaf(6, 2, N), leaf(N, seed=1)
+    for eps, calls in ((SMALLEST_EPS * 0.99, 0), (SMALLEST_EPS, 1)):
+        y = norm(x, w, eps)
+        seen.clear()
+        torch.autograd.grad(y.sum(), (x, w))
+        assert len(seen) == calls
 
 
 @pytest.mark.parametrize("native", [False, True])

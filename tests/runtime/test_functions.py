@@ -1,0 +1,200 @@
+"""Functions of the library where something sees their operators: compilers, tracers, modes,
+transforms. What they compute is in the files of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from tests.support.entry_points import equal_bits, spied
+from tests.support.library_functions import FUNCTIONS, GATED, ONE_OF_EACH, Function, gradients
+
+close = torch.testing.assert_close
+WHOLE = [name for name in GATED if "whole" in name]
+
+
+@pytest.fixture
+def function(request: pytest.FixtureRequest) -> Function:
+    torch.compiler.reset()
+    return FUNCTIONS[request.param]
+
+
+@pytest.fixture
+def calls(function: Function, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The directions that the library serves, one by one, which PyTorch's operators do not."""
+    seen: list[str] = []
+    for name in ("forward", "backward"):
+        note = lambda *_, name=name, **__: seen.append(name)  # noqa: E731
+        spied(monkeypatch, function.functions, name, note)
+    return seen
+
+
+def of(names: Any) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("function", names, indirect=True)
+
+
+def wide(results: Any) -> list[torch.Tensor]:
+    """Return results that PyTorch can compare: not all of FP8's operators are there."""
+    return [one.float() for one in results]
+
+
+# ---- Compilers and tracers -----------------------------------------------------------------------
+
+
+@of(FUNCTIONS)
+def test_a_compiled_call_is_one_graph_of_operators(function: Function, calls: list[str]) -> None:
+    leaves, rest = function.leaves(), function.rest()
+    compiled = torch.compile(function.y, fullgraph=True, backend="aot_eager")
+    found = gradients(compiled, leaves, rest)
+    assert sorted(calls) == sorted(function.calls)
+    close(found, gradients(function.y, leaves, rest))
+    close(compiled(*leaves, *rest), function.y(*leaves, *rest))
+
+
+@of([*WHOLE, "projection"])
+def test_inductor_runs_the_operators(
+    function: Function, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This is the one test here that compiles code. Inductor is stricter where the environment has
+    CI."""
+    monkeypatch.setenv("CI", "true")
+    leaves, rest = function.leaves(), function.rest()
+    found = gradients(torch.compile(function.y, fullgraph=True), leaves, rest)
+    assert sorted(calls) == sorted(function.calls)
+    close(found, gradients(function.y, leaves, rest))
+
+
+@of([name for name in FUNCTIONS if name not in GATED or "silu, norm" in name])
+def test_sizes_that_a_compiled_call_leaves_open(function: Function, calls: list[str]) -> None:
+    compiled = torch.compile(function.y, fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for rows in (3, 5, 12):
+            leaves, rest = function.leaves(rows), function.rest(rows)
+            close(gradients(compiled, leaves, rest), gradients(function.y, leaves, rest))
+    assert calls
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+@of(ONE_OF_EACH)
+def test_a_traced_step_has_the_operators(function: Function, mode: str) -> None:
+    leaves, rest = function.leaves(), function.rest()
+
+    def step(*given: torch.Tensor) -> list[torch.Tensor]:
+        *others, y = function.run(*given)
+        return [*others, y, *torch.autograd.grad(y.square().sum(), given[: len(leaves)])]
+
+    traced = make_fx(step, tracing_mode=mode)(*leaves, *rest)
+    targets = [node.target for node in traced.graph.nodes]
+    assert {targets.count(operator) for operator in function.operators} == {1}
+    close(wide(traced(*leaves, *rest)), wide(step(*leaves, *rest)))
+
+
+@pytest.mark.parametrize("policy", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE])
+@of(ONE_OF_EACH)
+def test_selective_checkpointing_keeps_or_repeats_the_forward(
+    function: Function, policy: CheckpointPolicy, calls: list[str]
+) -> None:
+    contexts = partial(create_selective_checkpoint_contexts, lambda *_, **__: policy)
+    leaves, rest = function.leaves(), function.rest()
+
+    def saved(*given: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = checkpoint(function.y, *given, use_reentrant=False, context_fn=contexts)
+        return y
+
+    found = gradients(saved, leaves, rest)
+    again = [name for name in function.calls if name == "forward"]
+    repeated = again if policy == CheckpointPolicy.PREFER_RECOMPUTE else []
+    assert calls == [*repeated, *function.calls]
+    close(found, gradients(function.y, leaves, rest))
+
+
+# ---- Modes and transforms ------------------------------------------------------------------------
+
+
+@of(ONE_OF_EACH)
+def test_autocast_inference_and_checkpointing_change_nothing(function: Function) -> None:
+    leaves, rest = function.leaves(dtype=torch.bfloat16), function.rest(dtype=torch.bfloat16)
+    plain = wide(function.run(*leaves, *rest))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert equal_bits(wide(function.run(*leaves, *rest)), plain)
+        assert function.y(*(one.float() for one in leaves), *rest).dtype == torch.float32
+    with torch.inference_mode():
+        assert equal_bits(wide(function.run(*leaves, *rest)), plain)
+        made = torch.ones_like(leaves[0])
+    # An inference tensor cannot be saved: a copy is.
+    assert all(one.any() for one in gradients(partial(function.y, made), leaves[1:], rest))
+    run = partial(checkpoint, function.y, use_reentrant=False)
+    assert equal_bits(gradients(run, leaves, rest), gradients(function.y, leaves, rest))
+
+
+@of([*WHOLE, "rope", "projection", *ONE_OF_EACH[3:]])
+def test_transforms_and_forward_mode_are_pytorchs_operators(
+    function: Function, calls: list[str]
+) -> None:
+    leaves, rest = function.leaves(dtype=torch.float64), function.rest(dtype=torch.float64)
+    x, *others = (one.detach() for one in leaves)
+
+    def norm(x: torch.Tensor) -> torch.Tensor:
+        return function.y(x, *others, *rest)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return norm(x).square().sum()
+
+    def slope_of(grad: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return torch.func.grad(lambda x: grad(x).square().sum())
+
+    tangent = torch.randn_like(x)
+    with forward_ad.dual_level():
+        dual = forward_ad.unpack_dual(norm(forward_ad.make_dual(x, tangent))).tangent
+    close(dual, torch.func.jvp(norm, (x,), (tangent,))[1])
+    first = torch.func.grad(loss)
+    for transform in (first, slope_of(first), torch.func.jacrev(norm)):
+        torch.compiler.reset()
+        close(torch.compile(transform, backend="aot_eager")(x), transform(x))
+    assert calls == []
+    close(first(x), torch.autograd.grad(function.y(*leaves, *rest).square().sum(), leaves)[0])
+    ahead, back = (norm(x + step * tangent) for step in (1e-5, -1e-5))
+    close(dual, (ahead - back) / 2e-5, rtol=1e-4, atol=1e-6)
+
+
+@of(FUNCTIONS)
+def test_derivatives_are_those_of_finite_differences(function: Function) -> None:
+    leaves, rest = function.leaves(1, torch.float64), function.rest(1, torch.float64)
+
+    def norm(*leaves: torch.Tensor) -> torch.Tensor:
+        return function.y(*leaves, *rest)
+
+    assert torch.autograd.gradcheck(norm, leaves)
+    assert torch.autograd.gradgradcheck(norm, leaves, fast_mode=True)
+
+
+@of([name for name in ONE_OF_EACH if name != "projection"])
+def test_gradients_are_batched(function: Function) -> None:
+    leaves = function.leaves()
+    y = function.y(*leaves, *function.rest())
+    dy = torch.randn(3, *y.shape, dtype=y.dtype)
+    batched = torch.autograd.grad(y, leaves, dy, is_grads_batched=True, retain_graph=True)
+    each = [torch.autograd.grad(y, leaves, one, retain_graph=True) for one in dy]
+    close(batched, tuple(map(torch.stack, zip(*each, strict=True))))
+
+
+@of(ONE_OF_EACH)
+def test_tensors_without_memory_and_without_rows_have_such_results(function: Function) -> None:
+    leaves = [one.detach().to("meta").requires_grad_() for one in function.leaves()]
+    y = function.y(*leaves, *(one.to("meta") for one in function.rest()))
+    y.sum().backward()
+    assert y.is_meta and [one.grad.shape for one in leaves] == [one.shape for one in leaves]  # type: ignore[union-attr]
+    leaves = function.leaves(0)
+    dx, *others = gradients(function.y, leaves, function.rest(0))
+    assert dx.shape == leaves[0].shape and not others[-1].any()
