@@ -3,17 +3,14 @@ kernel does: numbers that the rows of a group share, and gradients of packed hea
 
 from __future__ import annotations
 
-import ctypes
 import re
 from dataclasses import replace
 from math import prod
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from normforge.launch.loaded_kernel import LoadedKernel
 from normforge.operations import RMSNORM_ROPE_BACKWARD
 from normforge.operations.formula import evaluate
 from normforge.serve import groups as groups_module
@@ -21,16 +18,16 @@ from normforge.serve import rows as module
 from normforge.serve.groups import matrices_of_groups
 from normforge.serve.row_checks import check_tensors
 from normforge.serve.rows import RowServer
-from normforge.table import Table
 from tests.support.fake_driver import (
     SPEC,
-    TARGET,
+    ComputingDriver,
     FakeDevice,
-    FakeDriver,
-    empty_on_cpu,
+    at_address,
     entry,
-    read_arguments,
+    row_server,
+    rows_at,
     stand_in,
+    use_row_servers,
 )
 
 B, S, H, N = 2, 3, 4, 16
@@ -42,26 +39,13 @@ OF_KERNEL: dict[str, Any] = {
 }
 
 
-def read(address: int, count: int) -> torch.Tensor:
-    memory = (ctypes.c_char * (count * 4)).from_address(address)
-    return torch.frombuffer(memory, dtype=torch.float32)
-
-
-class Device(FakeDriver):
+class Device(ComputingDriver):
     """Computes the operation from the arguments of its kernel, in fp32."""
 
-    def cuLaunchKernelEx(  # noqa: N802
-        self, config: Any, function: str, parameters: int, extra: int
-    ) -> tuple[Any, ...]:
-        self.compute(read_arguments(function, parameters))
-        return super().cuLaunchKernelEx(config, function, parameters, extra)
-
-    def compute(self, args: Any) -> None:
-        given: dict[str, Any] = {"eps": args.eps, "weight": read(args.weight, N)}
+    def compute(self, function: str, args: Any) -> None:
+        given: dict[str, Any] = {"eps": args.eps, "weight": at_address(args.weight, N)}
         for name in ("x", "dy"):
-            address, stride, gap = (getattr(args, name + end) for end in ("", "_stride", "_gap"))
-            starts = [i * stride + (i * args.gaps >> 32) * gap for i in range(args.rows)]
-            given[name] = torch.stack([read(address + 4 * start, N) for start in starts])
+            given[name] = torch.stack(rows_at(args, name, gap=getattr(args, f"{name}_gap")))
         assert args.wide_groups == 1
         for name in ("cos", "sin"):
             address, stride = getattr(args, name), getattr(args, f"{name}_stride")
@@ -69,14 +53,11 @@ class Device(FakeDriver):
             found = [row * args.group_factor >> 32 for row in range(args.rows)]
             places = [g - (g * args.period_factor >> 32) * args.period for g in found]
             at = [address + 4 * stride * place for place in places]
-            given[name] = torch.stack([read(place, HALF) for place in at])
+            given[name] = torch.stack([at_address(place, HALF) for place in at])
         found = evaluate(RMSNORM_ROPE_BACKWARD, given)
-        read(args.dw, N).copy_(found["dw"])
-        starts = [
-            i * args.dx_stride + (i * args.gaps >> 32) * args.dx_gap for i in range(args.rows)
-        ]
-        for start, row in zip(starts, found["dx"], strict=True):
-            read(args.dx + 4 * start, N).copy_(row)
+        at_address(args.dw, N).copy_(found["dw"])
+        for place, row in zip(rows_at(args, "dx", gap=args.dx_gap), found["dx"], strict=True):
+            place.copy_(row)
 
 
 @pytest.fixture
@@ -89,14 +70,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Device:
 @pytest.fixture
 def serve(driver: Device, device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return what serves calls by a kernel for CPU tensors: its outputs, or why there is none."""
-    monkeypatch.setattr(module, "current_device", lambda: 0)
-    monkeypatch.setattr(module, "raw_stream", lambda index: device.here())
-    monkeypatch.setattr(module, "is_capturing", lambda: False)
-    monkeypatch.setattr(module, "empty_strided", empty_on_cpu)
-    table = Table(TARGET, (entry(M, replace(SPEC, **OF_KERNEL)),), ())
-    loaded = LoadedKernel(b"cubin", table.tuned[0].kernel.spec)
-    kernels: Any = SimpleNamespace(backward=table, loaded=SimpleNamespace(get=lambda _: loaded))
-    server = RowServer(RMSNORM_ROPE_BACKWARD, lambda index: kernels)
+    use_row_servers(monkeypatch, device)
+    server = row_server(RMSNORM_ROPE_BACKWARD, entry(M, replace(SPEC, **OF_KERNEL)))
 
     def call(tensors: Any, **into: torch.Tensor) -> Any:
         return server._by_kernel(check_tensors(server.operation, tensors), tensors, 0.0, into)

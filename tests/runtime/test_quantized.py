@@ -3,12 +3,10 @@ the CPU, and by a kernel that the driver is given."""
 
 from __future__ import annotations
 
-import ctypes
 import pickle
 import re
 from contextlib import nullcontext
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,23 +20,20 @@ from normforge.frontends.quantized_node import (
     rms_norm_quantized_backward,
     rms_norm_quantized_forward,
 )
-from normforge.launch.loaded_kernel import LoadedKernel
 from normforge.operations import FORMATS, RMSNORM_FP8_FORWARD
 from normforge.operations.formula import evaluate
 from normforge.operations.rmsnorm_quantized import quantize_1x128, quantize_mx
 from normforge.quantized import explain
-from normforge.serve import rows as module
-from normforge.serve.rows import RowServer
-from normforge.table import Table
 from tests.support.fake_driver import (
     SPEC,
-    TARGET,
+    ComputingDriver,
     FakeDevice,
-    FakeDriver,
-    empty_on_cpu,
+    at_address,
     entry,
-    read_arguments,
+    row_server,
+    rows_at,
     stand_in,
+    use_row_servers,
 )
 
 M, N = 12, 256
@@ -354,26 +349,17 @@ def test_it_says_why_no_kernel_serves(format: str) -> None:
         explain(4096, 1024, "bf16", format="fp4")
 
 
-class Device(FakeDriver):
+class Device(ComputingDriver):
     """Computes the operation from the arguments of its kernel."""
 
-    def cuLaunchKernelEx(  # noqa: N802
-        self, config: Any, function: str, parameters: int, extra: int
-    ) -> tuple[Any, ...]:
-        args = read_arguments(function, parameters)
-        x = memory(args.x, args.rows * args.columns, torch.bfloat16).view(args.rows, -1)
-        given = {"x": x, "weight": memory(args.weight, args.columns, torch.bfloat16)}
+    def compute(self, function: str, args: Any) -> None:
+        x = torch.stack(rows_at(args, "x", torch.bfloat16))
+        given = {"x": x, "weight": at_address(args.weight, args.columns, torch.bfloat16)}
         numbers = {name: getattr(args, name) for name in ("eps", "rounded", "powers")}
         found = evaluate(RMSNORM_FP8_FORWARD, given | numbers, offset=args.weight_offset)
         for name, value in (found | {"y": found["y"].bfloat16()}).items():
-            if getattr(args, name):
-                memory(getattr(args, name), value.numel(), value.dtype).copy_(value.flatten())
-        return super().cuLaunchKernelEx(config, function, parameters, extra)
-
-
-def memory(address: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    held = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
-    return torch.frombuffer(held, dtype=dtype)
+            if at := getattr(args, name):
+                at_address(at, value.numel(), value.dtype).copy_(value.flatten())
 
 
 @pytest.fixture
@@ -382,18 +368,10 @@ def launched(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     driver = Device()
     stand_in(monkeypatch, driver)
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
-    monkeypatch.setattr(module, "current_device", lambda: 0)
-    monkeypatch.setattr(module, "raw_stream", lambda index: device.here())
-    monkeypatch.setattr(module, "is_capturing", lambda: False)
-    monkeypatch.setattr(module, "empty_strided", empty_on_cpu)
+    use_row_servers(monkeypatch, device)
     name = RMSNORM_FP8_FORWARD.name
     spec = replace(SPEC, operation=name, N=N, strategy="none", way="", partial_columns=0)
-    kernel = LoadedKernel(b"cubin", spec)
-    kernels = SimpleNamespace(
-        backward=Table(TARGET, (entry(M, spec),), ()),
-        loaded=SimpleNamespace(get=lambda _: kernel),
-    )
-    server: Any = RowServer(RMSNORM_FP8_FORWARD, lambda index: kernels)  # type: ignore[arg-type, return-value]
+    server = row_server(RMSNORM_FP8_FORWARD, entry(M, spec))
     monkeypatch.setattr(server, "is_without_kernels", lambda x: False)
     monkeypatch.setitem(SERVED("*/quantized")._servers, name, server)  # type: ignore[attr-defined]
     return driver.launches

@@ -3,12 +3,10 @@ computes from what the driver is given, and by the formula."""
 
 from __future__ import annotations
 
-import ctypes
 import re
 import warnings
 from contextlib import nullcontext
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +14,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from normforge.launch.driver import LaunchError
-from normforge.launch.loaded_kernel import LoadedKernel
 from normforge.operations import OPERATIONS, RMSNORM_ADD_FORWARD, RowOperation, Signature
 from normforge.operations.formula import evaluate
 from normforge.operations.tensor import (
@@ -37,14 +34,16 @@ from normforge.spec import plan_launch
 from normforge.table import Table
 from tests.support.fake_driver import (
     SPEC,
-    TARGET,
     TWO_KERNELS,
+    ComputingDriver,
     FakeDevice,
-    FakeDriver,
+    at_address,
     empty_on_cpu,
     entry,
-    read_arguments,
+    row_server,
+    rows_at,
     stand_in,
+    use_row_servers,
 )
 
 M, N = 24, 16
@@ -71,41 +70,28 @@ WIDE = replace(
 )
 
 
-def read(address: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
-    return torch.frombuffer(memory, dtype=dtype)
-
-
-class Device(FakeDriver):
+class Device(ComputingDriver):
     """Computes the operation from the arguments of its main kernel, in fp32."""
 
     residual = torch.float32
 
-    def cuLaunchKernelEx(  # noqa: N802
-        self, config: Any, function: str, parameters: int, extra: int
-    ) -> tuple[Any, ...]:
-        if function == "blend":
-            self.compute(read_arguments(function, parameters))
-        return super().cuLaunchKernelEx(config, function, parameters, extra)
-
-    def compute(self, args: Any) -> None:
-        def gather(name: str, dtype: torch.dtype, gap: int = 0) -> torch.Tensor:
-            address, stride = getattr(args, name), getattr(args, f"{name}_stride")
-            starts = [i * stride + (i * args.gaps >> 32) * gap for i in range(args.rows)]
-            at = [address + start * dtype.itemsize for start in starts]
-            return torch.stack([read(place, args.columns, dtype) for place in at])
+    def compute(self, function: str, args: Any) -> None:
+        if function != "blend":
+            return
 
         def put(name: str, found: torch.Tensor) -> None:
-            read(getattr(args, name), found.numel(), found.dtype).copy_(found.flatten())
+            place = at_address(getattr(args, name), found.numel(), found.dtype)
+            place.copy_(found.flatten())
 
         given: dict[str, Any] = {
-            name: gather(name, torch.float32, getattr(args, f"{name}_gap")) for name in "abc"
+            name: torch.stack(rows_at(args, name, gap=getattr(args, f"{name}_gap")))
+            for name in "abc"
         }
-        given |= {name: read(getattr(args, name), args.rows, torch.float32) for name in "rs"}
+        given |= {name: at_address(getattr(args, name), args.rows) for name in "rs"}
         for name in "fg":
             address = getattr(args, name)
-            given[name] = read(address, args.columns, torch.float32) if address else None
-        given["d"] = gather("d", self.residual) if args.d else None
+            given[name] = at_address(address, args.columns) if address else None
+        given["d"] = torch.stack(rows_at(args, "d", self.residual)) if args.d else None
         given["h"] = args.h
         found = evaluate(BLEND, given)
         assert (args.p_stride, args.q_stride) == (args.columns, args.columns)
@@ -126,19 +112,11 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Device:
 def tuned(driver: Device, device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> RowServer:
     """One with kernels, which take CPU tensors."""
     monkeypatch.setitem(OPERATIONS, "blend", BLEND)
-    monkeypatch.setattr(module, "current_device", lambda: 0)
-    monkeypatch.setattr(module, "raw_stream", lambda index: device.here())
-    monkeypatch.setattr(module, "is_capturing", lambda: device.capturing)
-    monkeypatch.setattr(module, "empty_strided", empty_on_cpu)
-    one_kernel = {"residual": "bf16", "way": "slices"}
-    table = Table(TARGET, (entry(M, WIDE), entry(M, WIDE, **one_kernel)), ())
-    kept: dict[str, LoadedKernel] = {}
-
-    def load(kernel: Any) -> LoadedKernel:
-        return kept.setdefault(kernel.spec.residual, LoadedKernel(b"cubin", kernel.spec))
-
-    kernels = SimpleNamespace(backward=table, loaded=SimpleNamespace(get=load))
-    return RowServer(BLEND, lambda index: kernels)  # type: ignore[arg-type, return-value]
+    use_row_servers(monkeypatch, device)
+    made: RowServer = row_server(
+        BLEND, entry(M, WIDE), entry(M, WIDE, residual="bf16", way="slices")
+    )
+    return made
 
 
 @pytest.fixture

@@ -19,20 +19,13 @@ import torch
 from cuda.bindings import driver as cuda
 
 from normforge import api
-from normforge.launch import (
-    binding,
-    driver,
-    forward_call,
-    graph_end,
-    loaded_kernel,
-    workspace,
-)
+from normforge.launch import binding, driver, forward_call, graph_end, loaded_kernel, workspace
 from normforge.launch.kernel_arguments import argument_layout
 from normforge.launch.loaded_kernel import LoadedKernel
 from normforge.launch.workspace import Workspaces
 from normforge.native import plans
-from normforge.operations import Signature, signature_of
-from normforge.serve import call
+from normforge.operations import RowOperation, Signature, signature_of
+from normforge.serve import call, rows
 from normforge.serve.call import KernelCall
 from normforge.serve.layout import read_layout
 from normforge.serve.options import PLAIN, Arguments, Options
@@ -280,6 +273,34 @@ def read_arguments(function: str, parameters: int) -> Any:
     )
 
 
+class ComputingDriver(FakeDriver):
+    """Does what a kernel does from the arguments of its launch."""
+
+    def cuLaunchKernelEx(
+        self, config: Any, function: str, parameters: int, extra: int
+    ) -> tuple[Any, ...]:
+        self.compute(function, read_arguments(function, parameters))
+        return super().cuLaunchKernelEx(config, function, parameters, extra)
+
+    def compute(self, function: str, args: Any) -> None:
+        raise NotImplementedError
+
+
+def at_address(address: int, count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Numbers in memory, as a tensor that writes there."""
+    memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype)
+
+
+def rows_at(
+    args: Any, name: str, dtype: torch.dtype = torch.float32, gap: int = 0
+) -> list[torch.Tensor]:
+    """The rows of a tensor of a launch; gap: the numbers between one packed group and the next."""
+    address, stride = getattr(args, name), getattr(args, f"{name}_stride")
+    starts = [i * stride + (i * args.gaps >> 32) * gap for i in range(args.rows)]
+    return [at_address(address + at * dtype.itemsize, args.columns, dtype) for at in starts]
+
+
 def stand_in(monkeypatch: pytest.MonkeyPatch, fake: FakeDriver) -> None:
     """Put a fake in the place of the driver, everywhere."""
     for user in (binding, driver, forward_call, graph_end, loaded_kernel, workspace):
@@ -315,6 +336,27 @@ def use_device(
         monkeypatch.setattr(user, "empty_strided", empty_on_cpu)
     here = SimpleNamespace(major=9, minor=0, multi_processor_count=132, name="H200")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: here)
+
+
+def use_row_servers(monkeypatch: pytest.MonkeyPatch, device: FakeDevice) -> None:
+    """Let operations over rows take CPU tensors, as if they lay on a device."""
+    for name, answer in (
+        ("current_device", lambda: 0),
+        ("raw_stream", lambda index: device.here()),
+        ("is_capturing", lambda: device.capturing),
+        ("empty_strided", empty_on_cpu),
+    ):
+        monkeypatch.setattr(rows, name, answer)
+
+
+def row_server(operation: RowOperation, *entries: Tuned) -> Any:
+    """A server of an operation that has these kernels."""
+    loaded = {one.kernel.spec: LoadedKernel(b"cubin", one.kernel.spec) for one in entries}
+    kernels = SimpleNamespace(
+        backward=Table(TARGET, entries, ()),
+        loaded=SimpleNamespace(get=lambda kernel: loaded[kernel.spec]),
+    )
+    return rows.RowServer(operation, lambda index: kernels)  # type: ignore[arg-type, return-value]
 
 
 def empty_on_cpu(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
