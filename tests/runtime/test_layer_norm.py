@@ -23,7 +23,7 @@ from normforge.serve.options import Arguments, Options, composition
 from normforge.serve.reference import reference_backward
 from normforge.spec import KernelSpec, plan_launch
 from normforge.table import Table
-from tests.support.entry_points import leaf, randn, routing_on_cpu
+from tests.support.entry_points import leaf, randn, routing_on_cpu, spied
 from tests.support.fake_driver import (
     LAYER_NORM,
     SPEC,
@@ -44,9 +44,7 @@ def package(tmp_path: Path) -> LayerNormPackage:
     return LayerNormPackage(tmp_path)
 
 
-def close(found: torch.Tensor | None, exact: torch.Tensor | None, dtype: torch.dtype) -> bool:
-    assert found is not None
-    assert exact is not None
+def close(found: Any, exact: Any, dtype: torch.dtype) -> bool:
     limit = TOLERANCE[dtype] * float(exact.abs().max())
     return bool((found.double() - exact).abs().max() <= limit)
 
@@ -92,8 +90,7 @@ def test_only_what_is_wanted_is_there(package: LayerNormPackage, affine: bool) -
     none = package.layer_norm_backward(x, x, mean, rstd, None, need_dx=False)
     assert none == (None, None, None)
     dx, dw, db = package.layer_norm_backward(x, x, mean, rstd, torch.ones(8), need_dw=False)
-    assert dx is not None
-    assert (dw, db) == (None, None)
+    assert dx is not None and (dw, db) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -116,9 +113,8 @@ def test_arguments_that_do_not_fit_are_one_sentence(
 ) -> None:
     x = torch.randn(4, 8)
     given: dict[str, Any] = {"dy": x, "x": x, "mean": torch.zeros(4), "rstd": torch.ones(4)}
-    given["weight"] = torch.ones(8)
     with pytest.raises((TypeError, ValueError), match=error):
-        package.layer_norm_backward(**{**given, name: value})
+        package.layer_norm_backward(**{**given, "weight": torch.ones(8), name: value})
 
 
 # ---- Options -------------------------------------------------------------------------------------
@@ -178,15 +174,12 @@ def test_options_of_the_backward(
     dx, dw, db, *third = package.layer_norm_backward(**given, **options)
     assert close(dx, wanted_dx, torch.bfloat16)
     for found, wanted, row in zip((dw, db), wanted_sums, before.double(), strict=True):
-        assert found is not None
         assert found.dtype == (kind or options.get("dw_dtype") or weight_dtype)
         assert close(found, wanted + row, found.dtype)
     if kind is not None:
-        assert dw is not None
         assert dw.data_ptr() == options["dw_out"].data_ptr()
     assert len(third) == (residual is not None)
     if third:
-        assert third[0] is not None
         assert third[0].dtype == residual
         assert close(third[0], wanted_dx, residual)
 
@@ -210,10 +203,7 @@ def test_what_a_kernel_lacks_is_composed_around_it(options: dict[str, Any]) -> N
     copied = {name: value.clone() for name, value in given.items()}
     wanted = reference_backward(**copied, **options)
     found = backward(Arguments(**given), Options(**options))
-    assert len(found) == len(wanted)
-    for one, other in zip(found, wanted, strict=True):
-        assert (one.dtype, one.shape) == (other.dtype, other.shape)
-        assert torch.allclose(one.double(), other.double(), rtol=2**-6, atol=2**-6)
+    torch.testing.assert_close(found, wanted, rtol=2**-6, atol=2**-6)
 
 
 @pytest.mark.parametrize("frozen", ["", "weight", "bias", "both", "x"])
@@ -305,7 +295,6 @@ def test_a_wide_bias_gets_a_wide_gradient(package: LayerNormPackage) -> None:
     bias = torch.zeros(16, requires_grad=True)
     dy = torch.randn(512, 16, dtype=torch.bfloat16)
     package.layer_norm(x, weight, bias).backward(dy)
-    assert weight.grad is not None and bias.grad is not None
     assert (weight.grad.dtype, bias.grad.dtype) == (torch.bfloat16, torch.float32)
     torch.testing.assert_close(bias.grad, dy.float().sum(0), rtol=1e-5, atol=1e-4)
 
@@ -314,9 +303,7 @@ def test_gradients_may_be_changed_in_place(package: LayerNormPackage) -> None:
     x = torch.randn(4, 8)
     given = {"dy": torch.randn(4, 8), "x": x, "weight": torch.ones(8), **saved(x)}
     _, dw, db = package.layer_norm_backward(**given)
-    assert dw is not None and db is not None
-    dw.mul_(2.0)
-    db.add_(1.0)
+    dw.mul_(2.0), db.add_(1.0)
 
 
 # ---- Launches ------------------------------------------------------------------------------------
@@ -414,7 +401,6 @@ def test_a_module_launches_its_backward(launching: Any, driver: FakeDriver) -> N
     norm(x.requires_grad_()).sum().backward()
     (seen,) = driver.launches
     assert (seen.function, seen.arguments.weight) == ("layernorm_backward", address(norm.weight))
-    assert x.grad is not None
     assert seen.arguments.dx == x.grad.data_ptr()
     assert norm.bias.grad.data_ptr() == seen.arguments.dw + 2048
 
@@ -436,8 +422,6 @@ def test_a_call_that_came_before_goes_the_quick_way(
     places = {name: address(tensor) for name, tensor in given.items()}
     assert third == first._replace(**places) == second._replace(**places)
     assert address(db) == address(dw) + 2048
-    assert dw is not None
-    assert db is not None
     assert dw.shape == db.shape == weight.shape
     assert dw.is_contiguous() and db.is_contiguous()
 
@@ -500,15 +484,8 @@ def test_a_node_that_came_before_goes_the_quick_way(
     node = Node(package, driver, *wanted)
     for _ in range(3):
         node.step()
-    asked: list[Arguments] = []
-    run = package._run
-
-    def count(given: Arguments, options: Options) -> Any:
-        asked.append(given)
-        return run(given, options)
-
-    monkeypatch.setattr(package, "_run", count)
-    monkeypatch.setattr(package.ops, "_backward", count)
+    asked = spied(monkeypatch, package, "_run")
+    monkeypatch.setattr(package.ops, "_backward", package._run)
     node.step(around=FlopCounterMode(display=False) if watched else None)
     assert len(driver.launches) == 4
     assert len(asked) == watched
@@ -541,13 +518,11 @@ def test_a_node_wants_what_an_earlier_one_did_not(
             got = node.step()
             assert [place != 0 for place in got[4:6]] == [wanted[0], any(wanted[1:])]
     node = Node(package, driver, True, True, True)
-    asked: list[Arguments] = []
-    run = package._run
-    monkeypatch.setattr(package, "_run", lambda *a, **k: asked.append(a[0]) or run(*a, **k))
+    asked = spied(monkeypatch, package, "_run")
     node.step()
     assert not asked
     node.step(torch.zeros(6, 1024, dtype=torch.bfloat16))
-    assert asked[0].dresidual is not None
+    assert asked[0][0].dresidual is not None
 
 
 @pytest.mark.parametrize("mask", [[True, True, True], [True, False, True], [False, True, True]])
@@ -557,12 +532,10 @@ def test_routed_calls_go_the_quick_way_by_their_mask(
     package, (dy, x, rstd, weight) = launching(), tensors()
     backward, mean = torch.ops.aten.native_layer_norm_backward, torch.zeros(6, 1)
     given = (dy, x, [1024], mean, rstd, weight, weight)
-    asked: list[Arguments] = []
     with torch.no_grad(), routing_on_cpu(package).installed():
         for _ in range(3):
             backward(*given, [True, True, True])
-        run = package._run
-        monkeypatch.setattr(package, "_run", lambda *a, **k: asked.append(a[0]) or run(*a, **k))
+        asked = spied(monkeypatch, package, "_run")
         found = backward(*given, mask)
     got = driver.launches[-1].arguments
     places = (got.dx, got.dw, got.dw + 2048)
@@ -591,9 +564,6 @@ def test_what_has_no_kernel_is_pytorchs_and_said_once(
         warnings.simplefilter("error")
         only = package.layer_norm_backward(x, x, mean, rstd, weight, need_dw=False)
     assert only[1:] == (None, None)
-    for one, other in zip((*found, only[0]), (*right, right[0]), strict=True):
-        assert one is not None
-        assert other is not None
-        assert torch.allclose(one, other, atol=1e-5)
+    torch.testing.assert_close((*found, only[0]), (*right, right[0]), atol=1e-5, rtol=1e-5)
     with pytest.warns(UserWarning, match="the formula in plain PyTorch"):
         package.layer_norm_backward(x.half(), x.half(), mean, rstd, weight)
