@@ -31,10 +31,7 @@ from tests.support.fake_driver import (
     stand_in,
     use_device,
 )
-from tests.support.native import (
-    Machine,
-    started,
-)
+from tests.support.native import Machine, started
 
 
 @pytest.fixture(scope="module")

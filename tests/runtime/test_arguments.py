@@ -15,14 +15,8 @@ from normforge.api import Package
 from normforge.launch.row_layout import RowLayout, dense, row_layout
 from normforge.serve.checks import check_arguments
 from normforge.serve.layout import read_layout
-from normforge.serve.options import (
-    PLAIN,
-    Arguments,
-    Options,
-)
-from tests.support.fake_driver import (
-    tensors,
-)
+from normforge.serve.options import PLAIN, Arguments, Options
+from tests.support.fake_driver import tensors
 
 
 @pytest.mark.parametrize(

@@ -82,10 +82,7 @@ def of_version(site: Path, version: str, *changes: tuple[str, str, str]) -> Path
     """A copy of the library of another version, in which texts of some files were replaced."""
     install(site, "h200")
     library = "frontends/library.py"
-    for file, old, new in (
-        (library, f'VERSION = "{VERSION}"', f'VERSION = "{version}"'),
-        *changes,
-    ):
+    for file, old, new in ((library, f'VERSION = "{VERSION}"', f'VERSION = "{version}"'), *changes):
         path = site / "normforge" / file
         text = path.read_text()
         assert old in text, (file, old)
@@ -121,11 +118,7 @@ def test_compiled_code_of_an_older_version_is_not_run(tmp_path: Path) -> None:
     operators = "frontends/operators.py"
     swapped = (
         (operators, "Tensor dy, Tensor x", "Tensor x, Tensor dy"),
-        (
-            operators,
-            "given.dy,\n                given.x,",
-            "given.x,\n                given.dy,",
-        ),
+        (operators, "given.dy,\n                given.x,", "given.x,\n                given.dy,"),
         (
             operators,
             "        dy: torch.Tensor,\n        x: ",

@@ -23,7 +23,6 @@ from normforge.frontends import rms_norm as rms_norm_module
 from normforge.frontends.batch_invariant import BatchInvariantPackage
 from normforge.launch import forward_call
 from normforge.launch.kernel_arguments import DW_ADDED
-from normforge.operations import RMSNORM_BACKWARD
 from normforge.serve import call
 from normforge.serve.reference import reference_backward, reference_forward
 from normforge.spec import plan_launch
@@ -133,55 +132,39 @@ def of(driver: Recorder, name: str) -> list[Any]:
 # ---- Tensors that do not lie as a kernel reads them ----------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "move"), misplaced("x", "dy", "dresidual"))
-def test_misplaced_tensors_of_a_backward_are_copied_for_the_same_kernel(
-    package: BatchInvariantPackage, driver: Recorder, name: str, move: Callable[..., Any]
+@pytest.mark.parametrize(
+    ("backward", "name", "move"),
+    [
+        *((True, *move) for move in misplaced("x", "dy", "dresidual")),
+        *((False, *move) for move in misplaced("x", "residual")),
+    ],
+)
+def test_misplaced_tensors_are_copied_for_the_same_kernel(
+    package: BatchInvariantPackage, driver: Recorder, backward: bool, name: str, move: Any
 ) -> None:
-    plain = given()
-    if name == "dresidual":
-        plain["dresidual"] = on_gpu(tensors(M, N)[1])
-    package.rmsnorm_backward(**plain)
-    (aligned,) = of(driver, MAIN)
-    moved = {**plain, name: on_gpu(move(plain[name]))}
-    for _ in range(2):  # prepared, and known
-        dx, dw, *_ = package.rmsnorm_backward(**moved)
-        (seen,) = of(driver, MAIN)
-        assert seen.function.cubin == aligned.function.cubin
-        assert (seen.grid, seen.block) == (aligned.grid, aligned.block)
-        got = seen.arguments
-        assert not any(getattr(got, t.name) % 32 for t in RMSNORM_BACKWARD.signature.leading[:6])
-        assert (got.dx, got.dw) == (dx.data_ptr(), dw.data_ptr())
-        numbers = got._fields.index("rows")
-        assert got[numbers:] == aligned.arguments[numbers:]  # the rows lie as they did there
-        for tensor in ("x", "dy", "rstd", "weight"):
-            assert (getattr(got, tensor) == moved[tensor].data_ptr()) == (tensor != name)
-
-
-@pytest.mark.parametrize(("name", "move"), misplaced("x", "residual"))
-def test_misplaced_tensors_of_a_forward_are_copied_for_the_same_kernel(
-    package: BatchInvariantPackage, driver: Recorder, name: str, move: Callable[..., Any]
-) -> None:
-    rows, x, _, weight = tensors(M, N)
-    plain: dict[str, Any] = {"x": on_gpu(x), "weight": on_gpu(weight)}
-    kernel = "rmsnorm_forward"
-    if name == "residual":
-        plain["residual"], kernel = on_gpu(rows), "rmsnorm_forward_residual"
-    package.rmsnorm_forward(**plain)
+    plain, rows = given(), on_gpu(tensors(M, N)[1])
+    run, kernel, numbers, results = package.rmsnorm_backward, MAIN, "rows", ("dx", "dw")
+    if not backward:
+        plain = {"x": plain["x"], "weight": plain["weight"]}
+        kernel = "rmsnorm_forward" + "_residual" * (name == "residual")
+        run, numbers, results = package.rmsnorm_forward, "eps", ("y", "rstd")
+    if name in ("residual", "dresidual"):
+        plain[name] = rows
+    run(**plain)
     (aligned,) = of(driver, kernel)
     moved = {**plain, name: on_gpu(move(plain[name]))}
-    for _ in range(2):
-        y, rstd, *_ = package.rmsnorm_forward(**moved)
+    for _ in range(2):  # prepared, and known
+        found = run(**moved)
         (seen,) = of(driver, kernel)
         assert seen.function.cubin == aligned.function.cubin
         assert (seen.grid, seen.block) == (aligned.grid, aligned.block)
         got = seen.arguments
-        assert not any(address % 32 for address in got[: got._fields.index("eps")])
-        assert (got.y, got.rstd) == (y.data_ptr(), rstd.data_ptr())
-        numbers = got._fields.index("eps")
-        assert got[numbers:] == aligned.arguments[numbers:]
-        for tensor in ("x", "residual", "weight"):
-            if tensor in moved:
-                assert (getattr(got, tensor) == moved[tensor].data_ptr()) == (tensor != name)
+        assert not any(address % 32 for address in got[:6])
+        assert [getattr(got, one) for one in results] == [one.data_ptr() for one in found[:2]]
+        first = got._fields.index(numbers)
+        assert got[first:] == aligned.arguments[first:]  # the rows lie as they did there
+        for tensor in moved.keys() - {"dresidual"}:
+            assert (getattr(got, tensor) == moved[tensor].data_ptr()) == (tensor != name)
 
 
 def test_rows_at_an_aligned_stride_are_read_in_place(
@@ -386,10 +369,7 @@ def test_device_of_another_kind_is_refused_with_the_reason(
         package.rmsnorm_backward(dy, x, rstd, weight)
     with pytest.raises(RuntimeError, match=told):
         package.rms_norm(x, weight)
-    with (
-        routing_on_cpu(package).installed(),
-        pytest.raises(RuntimeError, match=told),
-    ):
+    with routing_on_cpu(package).installed(), pytest.raises(RuntimeError, match=told):
         torch.ops.aten._fused_rms_norm_backward(dy, x, [N], rstd, weight, [True, True])
 
 
@@ -443,11 +423,7 @@ ORDERS = {"vllm-triton3.7": "tiles_in_turn", "vllm-triton3.8": "tiles_in_pairs"}
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("width", [16, 24, 1000, 1001, N, 1040])
 def test_matching_forward_has_one_kernel_for_all_rows_of_a_kind(
-    package: BatchInvariantPackage,
-    driver: Recorder,
-    matches: str,
-    dtype: torch.dtype,
-    width: int,
+    package: BatchInvariantPackage, driver: Recorder, matches: str, dtype: torch.dtype, width: int
 ) -> None:
     """Triton makes another kernel for rows of a multiple of 16 columns."""
     name = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]

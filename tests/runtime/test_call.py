@@ -16,24 +16,10 @@ import torch
 from cuda.bindings import driver as cuda
 
 from normforge.launch.driver import LaunchError
-from normforge.launch.workspace import (
-    LINE,
-    PER_THREAD,
-    SHARED_FROM,
-    SLAB,
-    Workspaces,
-    Zeros,
-)
+from normforge.launch.workspace import LINE, PER_THREAD, SHARED_FROM, SLAB, Workspaces, Zeros
 from normforge.serve.options import Arguments, Options
 from normforge.spec import plan_launch
-from tests.support.fake_driver import (
-    SEPARATE,
-    SPEC,
-    Calls,
-    FakeDriver,
-    read_arguments,
-    tensors,
-)
+from tests.support.fake_driver import SEPARATE, SPEC, Calls, FakeDriver, read_arguments, tensors
 
 
 def ways(*names: str) -> pytest.MarkDecorator:

@@ -491,10 +491,7 @@ def test_more_shapes_than_are_kept_apart_are_said(
         for M in (1, 2, 3, 4, 1):
             train(package, M, 16)
     assert len(said) == 1
-    assert counted(recorder) == {
-        "rmsnorm_backward 1x16:bf16": 2,
-        "rmsnorm_backward 2x16:bf16": 1,
-    }
+    assert counted(recorder) == {"rmsnorm_backward 1x16:bf16": 2, "rmsnorm_backward 2x16:bf16": 1}
     train(package, 3, 16)  # those are written
     assert counted(recorder)["rmsnorm_backward 3x16:bf16"] == 1
 

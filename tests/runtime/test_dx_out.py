@@ -29,7 +29,7 @@ from normforge.serve.options import (
 )
 from normforge.serve.reference import reference_backward
 from normforge.table import Table
-from tests.support.entry_points import leaf, randn, write_package
+from tests.support.entry_points import leaf, randn, spied, write_package
 from tests.support.fake_driver import SPEC, TARGET, Calls, FakeDriver, entry, tensors
 
 BF16 = torch.bfloat16
@@ -139,10 +139,9 @@ def test_overlap_is_refused_though_the_call_is_known(package: Package) -> None:
 def test_calls_over_dy_and_apart_are_prepared_each_for_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    package, prepared = write_package(tmp_path), []
+    package = write_package(tmp_path)
     package._calls._device = ""
-    find = package._find
-    monkeypatch.setattr(package, "_find", lambda *call: prepared.append(call) or find(*call))
+    prepared = spied(monkeypatch, package, "_find")
     given = arguments(6, 16)
     odd = torch.empty(6 * 16 + 1, dtype=BF16)[1:].view(6, 16)
     for times in range(2):

@@ -17,14 +17,7 @@ from normforge import RMSNormGated, rms_norm_gated
 from normforge.frontends.gated_node import SERVED, rms_norm_gated_backward
 from normforge.gated import explain
 from normforge.operations import GATED, GATED_BACKWARDS, GATED_FORWARDS
-from tests.support.library_functions import (
-    GROUP,
-    GROUPS,
-    KINDS,
-    D,
-    Kernels,
-    check_rounded_once,
-)
+from tests.support.library_functions import GROUP, GROUPS, KINDS, D, Kernels, check_rounded_once
 
 of_kind = pytest.mark.parametrize(("activation", "norm_before_gate"), KINDS)
 

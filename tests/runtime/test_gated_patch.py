@@ -6,7 +6,6 @@ import copy
 import inspect
 import logging
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +17,8 @@ import normforge
 from normforge.frontends import gated as module
 from normforge.gated import patch, unpatch
 from normforge.gated_packages import functions
+from tests.support.entry_points import equal_bits, spied
+from tests.support.layer_classes import step
 
 WIDTH = 32
 
@@ -102,9 +103,9 @@ class RefusingRMSNormGated(MambaRMSNormGated):
 
 
 @pytest.fixture(autouse=True)
-def said(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+def said(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     caplog.set_level(logging.INFO, logger="normforge.frontends")
-    yield caplog
+    return caplog
 
 
 def both(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -141,27 +142,17 @@ def test_a_norm_is_recognised_by_what_it_computes(
     assert isinstance(norm, kind) and "by Normforge" in str(model)
     # Modules that round in between are one rounding off.
     size = 2.0**-6 if dtype == torch.bfloat16 else 1e-5
-    for one, other in zip(results(norm, given), wanted, strict=True):
-        assert one.dtype == other.dtype
-        torch.testing.assert_close(one, other, rtol=size, atol=size)
+    torch.testing.assert_close(results(norm, given), wanted, rtol=size, atol=size)
     named = dict(zip(norm.forward.__code__.co_varnames[1:], given, strict=True))
     assert torch.equal(norm(**named), norm(*given))
     again = patch(model)
     assert again == ["norm"] == unpatch(model)
     assert type(norm) is kind
-    for one, other in zip(results(norm, given), wanted, strict=True):
-        assert torch.equal(one, other)
+    assert equal_bits(results(norm, given), wanted)
 
 
 def test_its_gradients_are_a_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    before = module.GatedFunctions.backward
-
-    def backward(self: Any, *given: Any) -> Any:
-        calls.append(given[-1])
-        return before(self, *given)
-
-    monkeypatch.setattr(module.GatedFunctions, "backward", backward)
+    calls = spied(monkeypatch, functions, "backward", lambda *given: given[-1])
     model = nn.Sequential(QwenRMSNormGated(), SigmoidRMSNormGated(), MambaRMSNormGated())
     assert patch(model) == ["0", "1", "2"]
     for norm in model:
@@ -342,9 +333,7 @@ def test_norms_of_transformers(name: str, dtype: torch.dtype) -> None:
     wanted = results(norm, given)
     assert patch(nn.Sequential(norm)) == ["0"]
     size = 2.0**-6 if dtype == torch.bfloat16 else 1e-4
-    for one, other in zip(results(norm, given), wanted, strict=True):
-        assert one.dtype == other.dtype
-        torch.testing.assert_close(one, other, rtol=size, atol=size)
+    torch.testing.assert_close(results(norm, given), wanted, rtol=size, atol=size)
 
 
 SMALL: dict[str, Any] = {"vocab_size": 32, "hidden_size": 32, "pad_token_id": 0}
@@ -375,18 +364,11 @@ def test_a_model_of_transformers_has_the_loss_and_the_gradients_of_before(name: 
         getattr(transformers, config)(**MODELS[name])
     )
     ids = torch.randint(0, 32, (2, 9))
-
-    def trained() -> list[torch.Tensor]:
-        model.zero_grad()
-        loss = model(ids, labels=ids).loss
-        loss.backward()
-        grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        return [loss.detach(), *grads]
-
-    wanted = trained()
+    wanted = [one for one in step(model, ids) if one is not None]
     names = [n for n, m in model.named_modules() if type(m).__name__.endswith("RMSNormGated")]
     assert patch(model) == names != []
-    torch.testing.assert_close(trained(), wanted, rtol=1e-3, atol=1e-4)
+    found = [one for one in step(model, ids) if one is not None]
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
 
 
 # ---- normforge.patch -----------------------------------------------------------------------------
@@ -414,9 +396,7 @@ def test_the_patch_of_all_norms_leaves_those_without_kernels(
     assert normforge.patch(nn.Sequential(nn.RMSNorm(4))) == ["0"]
 
 
-def test_the_patch_of_all_norms_serves_those_with_kernels(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_patch_of_all_norms_serves_those_with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """No call here is one that a kernel serves."""
     monkeypatch.setattr(functions, "_servers", {})
     monkeypatch.setattr(functions, "_sources", lambda operation: no_kernels)

@@ -33,10 +33,7 @@ from tests.support.entry_points import (
 )
 from tests.support.samples import training_package
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.usefixtures("deterministic", "served_by_kernels"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic", "served_by_kernels")]
 
 ROOT = REPOSITORY
 

@@ -124,9 +124,7 @@ def test_gpu_no_rows_and_more_than_2_to_31_elements(ours: Forward) -> None:
     assert torch.equal(rstd[-700:], expected_rstd)
 
 
-def test_gpu_what_has_no_kernel_is_served_by_pytorch_with_one_warning(
-    tmp_path: Path,
-) -> None:
+def test_gpu_what_has_no_kernel_is_served_by_pytorch_with_one_warning(tmp_path: Path) -> None:
     bare = Forward(write_package(tmp_path)._source)
     x, weight = rows(8, 64, "bf16"), torch.ones(64, device="cuda").bfloat16()
     with pytest.warns(UserWarning, match="no forward kernels") as caught:

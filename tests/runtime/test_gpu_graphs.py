@@ -18,10 +18,7 @@ from tests.support.entry_points import equal_bits, randn
 from tests.support.norm_classes import NORM_CLASSES, GemmaRMSNorm, L2Norm
 from tests.support.samples import training_package
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.usefixtures("deterministic", "served_by_kernels"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic", "served_by_kernels")]
 
 EPS = 1e-5
 KINDS = (torch.nn.RMSNorm, *(kind for kind in NORM_CLASSES if kind is not L2Norm))

@@ -19,10 +19,7 @@ from tests.support.accuracy import Case, cases, check
 from tests.support.entry_points import ENTRY_POINTS, INSTALL, Training, equal_bits, norm_of
 from tests.support.samples import training_package
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.usefixtures("deterministic", "served_by_kernels"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic", "served_by_kernels")]
 
 SIZES = {"width": 1024, "heads": 8, "tokens": 32}
 """Hidden norms of 1024 columns and QK-norms of 128, on slices of a packed QKV."""

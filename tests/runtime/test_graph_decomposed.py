@@ -14,18 +14,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from normforge.api import Package
-from normforge.frontends.graph_pass import (
-    graph_modules,
-    make_backend,
-    route,
-)
-from tests.support.entry_points import (
-    Training,
-    equal_bits,
-    grads,
-    needs_whole_forward,
-    randn,
-)
+from normforge.frontends.graph_pass import graph_modules, make_backend, route
+from tests.support.entry_points import Training, equal_bits, grads, needs_whole_forward, randn
 from tests.support.graph_steps import results
 from tests.support.norm_classes import (
     NORM_CLASSES,
@@ -227,7 +217,7 @@ def test_route_recognises_them_before_autograd_only(
     torch.testing.assert_close(y, norm(h, w), rtol=2**-7, atol=2**-7)
     told = [message for message in caplog.messages if message.startswith("gave")]
     assert told == [
-        f"gave 0 RMSNorm nodes and 1 written-out ones to {package.name}; additions folded: 1",
+        f"gave 0 RMSNorm nodes and 1 written-out ones to {package.name}; additions folded: 1"
     ]
     joint = make_fx(training, tracing_mode="fake")(x, w)
     before = str(joint.graph)

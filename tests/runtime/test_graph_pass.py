@@ -156,11 +156,7 @@ def test_gradients_that_the_mask_leaves_out_are_not_computed(
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("_fused_rms_norm", marks=needs_whole_forward),
-        "_fused_rms_norm_backward",
-    ],
+    "name", [pytest.param("_fused_rms_norm", marks=needs_whole_forward), "_fused_rms_norm_backward"]
 )
 @pytest.mark.parametrize(
     ("weight", "served"),

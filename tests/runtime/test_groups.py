@@ -18,6 +18,7 @@ from normforge.serve import rows as module
 from normforge.serve.groups import matrices_of_groups
 from normforge.serve.row_checks import check_tensors
 from normforge.serve.rows import RowServer
+from tests.support.entry_points import spied
 from tests.support.fake_driver import (
     SPEC,
     ComputingDriver,
@@ -162,11 +163,7 @@ def test_a_call_that_differs_in_addresses_alone_is_laid_out_once(
 
     calls = [packed() for _ in range(3)]
     calls[2]["cos"] = aligned(B, S, 1, HALF)
-    laid_out: list[Any] = []
-    before = RowServer._lay_out
-    monkeypatch.setattr(
-        RowServer, "_lay_out", lambda *given: laid_out.append(given) or before(*given)
-    )
+    laid_out = spied(monkeypatch, RowServer, "_lay_out")
     for tensors in calls:
         dx = aligned(B, S, 2 * H, N)
         check(serve(tensors, dx=dx[:, :, :H]), tensors)

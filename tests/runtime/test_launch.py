@@ -17,12 +17,7 @@ from generator.operations.rows import run_rows
 from normforge.launch.driver import LaunchError
 from normforge.launch.loaded_kernel import LoadedKernel
 from normforge.spec import Launch, plan_launch
-from tests.support.fake_driver import (
-    SEPARATE,
-    SPEC,
-    FakeDriver,
-    tensors,
-)
+from tests.support.fake_driver import SEPARATE, SPEC, FakeDriver, tensors
 
 
 def run(

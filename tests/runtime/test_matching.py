@@ -60,10 +60,7 @@ def test_without_triton_its_version_has_to_be_named(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(
     ("variable", "bad", "good"),
-    [
-        ("TRITON_DEFAULT_FP_FUSION", "0", "1"),
-        ("TRITON_FORCE_DISABLE_FP_FUSION", "true", "0"),
-    ],
+    [("TRITON_DEFAULT_FP_FUSION", "0", "1"), ("TRITON_FORCE_DISABLE_FP_FUSION", "true", "0")],
 )
 def test_triton_that_does_not_contract_is_refused(
     variable: str, bad: str, good: str, monkeypatch: pytest.MonkeyPatch

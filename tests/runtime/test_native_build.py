@@ -11,11 +11,7 @@ import torch
 
 from normforge.native import build, native
 from tests.support.entry_points import equal_bits, write_package
-from tests.support.native import (
-    in_threads,
-    outcome,
-    started,
-)
+from tests.support.native import in_threads, outcome, started
 
 
 def test_nothing_is_built_or_loaded_without_being_asked(

@@ -22,7 +22,19 @@ from normforge.serve.checks import check_forward
 from normforge.serve.reference import reference_forward
 from tests.support.entry_points import equal_bits
 from tests.support.forward import of_kind
-from tests.support.native import Machine, Watch, in_threads, rows, shifted, spread, who_served
+from tests.support.native import (
+    STATES,
+    Machine,
+    Watch,
+    alike,
+    attempt,
+    in_state,
+    in_threads,
+    rows,
+    shifted,
+    spread,
+    who_served,
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -172,21 +184,11 @@ def test_forward_that_differs_in_one_thing_is_left_to_python(
     one, never = package(), package(on=False)
     learned(one, call)
     learned(one, call, x=rows(1))
-    outcomes = []
-    for each in (one, never):
-        given = OTHERS[name]()
-        try:
-            by_cpp, _, results = who_served(
-                machine, lambda each=each, given=given: call(each, **given)
-            )
-            assert by_cpp == 0 or (each is one and name in UNWRAPPED)
-            outcomes.append([getattr(t, "a", t).detach() for t in results])
-        except (TypeError, ValueError, RuntimeError) as error:
-            outcomes.append(str(error))
-    if isinstance(outcomes[0], str):
-        assert outcomes[0] == outcomes[1].replace(never.name, one.name)
-    else:
-        assert equal_bits(*outcomes)
+    (by_cpp, found), (none, wanted) = (
+        attempt(machine, lambda each=each: call(each, **OTHERS[name]())) for each in (one, never)
+    )
+    assert none == 0 and (by_cpp == 0 or name in UNWRAPPED)
+    assert alike(found, wanted, (one.name, never.name))
     assert who_served(machine, lambda: call(one, **inputs()))[:2] == (1, 0)
 
 
@@ -211,18 +213,13 @@ def test_state_of_the_machine_is_asked(machine: Machine, package: Any, call: Cal
     learned(one, call)
     by_cpp, _, wanted = who_served(machine, lambda: call(one, **inputs()))
     assert by_cpp == 1
-    for state in (
-        *({"capturing": True}, {"stream": 8}, {"stream": PER_THREAD}, {"device": 1}),
-        *({"errors": {name}} for name in ("stream", "device", "capturing")),
-    ):
-        before = {name: getattr(machine, name) for name in state}
-        vars(machine).update(state)
-        by_cpp, by_python, results = who_served(machine, lambda: call(one, **inputs()))
-        vars(machine).update(before)
-        assert (by_cpp, by_python) == (0, 1), state
+    for name in STATES:
+        with in_state(machine, name):
+            by_cpp, by_python, results = who_served(machine, lambda: call(one, **inputs()))
+        assert (by_cpp, by_python) == (0, 1), name
         assert equal_bits(list(results), list(wanted))
     with Watch() as watch:
-        assert equal_bits(list(call(one, **inputs())), list(wanted))
+        call(one, **inputs())
     assert any("rms_norm" in name for name in watch.seen)
     assert who_served(machine, lambda: call(one, **inputs()))[:2] == (1, 0)
 

@@ -24,6 +24,7 @@ from tests.support.entry_points import (
     randn,
     routing_on_cpu,
     same,
+    spied,
     uninstall_while_it_waits,
     write_package,
 )
@@ -31,6 +32,8 @@ from tests.support.fake_driver import SEPARATE, SPEC
 from tests.support.native import (
     OTHERS,
     Machine,
+    alike,
+    attempt,
     by_backward,
     in_threads,
     inputs,
@@ -54,6 +57,13 @@ def installation_of(package: Package) -> Installation:
     if package._native.take is not None:
         found.use_native(package._native.take)
     return found
+
+
+def taught(make: Any, spec: KernelSpec = SPEC) -> Package:
+    """A package whose plain calls C++ serves."""
+    package: Package = make(spec)
+    learned(package, by_backward)
+    return package
 
 
 def norm_step() -> list[torch.Tensor]:
@@ -96,9 +106,8 @@ def test_plain_calls_are_launched_from_cpp_in_either_order(
 def test_training_step_needs_no_python(
     make: Any, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    package, asked = make(), []
-    quick = package._quick
-    monkeypatch.setattr(package, "_quick", lambda *given: asked.append(0) or quick(*given))
+    package = make()
+    asked = spied(monkeypatch, package, "_quick")
     with installation_of(package).installed():
         wanted = [norm_step() for _ in range(4)][-1]
         before = len(asked)
@@ -117,31 +126,24 @@ TAKEN_APART = {"dy a subclass": 2, "dy negative": 1}
 def test_call_that_differs_in_one_thing_is_left_to_python(
     make: Any, machine: Machine, name: str
 ) -> None:
-    package, never, outcomes = make(), make(on=False), []
-    learned(package, by_backward)
+    package, never, outcomes = taught(make), make(on=False), []
     learned(package, by_backward, 1)
     for one in (package, never):
         with installation_of(one).installed():
-            try:
-                by_cpp, _, results = who_served(machine, lambda: by_aten(**OTHERS[name]()))
-                assert by_cpp == TAKEN_APART.get(name, 0) * (one is package)
-                outcomes.append([getattr(t, "a", t) for t in results if t is not None])
-            except (TypeError, ValueError, RuntimeError) as error:
-                outcomes.append((type(error), str(error)))
+            by_cpp, found = attempt(machine, lambda: by_aten(**OTHERS[name]()))
+            outcomes.append(found)
+            launched = 0 if isinstance(found, tuple) else TAKEN_APART.get(name, 0)
+            assert by_cpp == launched * (one is package)
             if one is package:
                 assert who_served(machine, lambda: by_aten(**inputs()))[:2] == (1, 0)
-    if isinstance(outcomes[0], tuple):
-        assert outcomes[0] == outcomes[1]
-    else:
-        assert equal_bits(*outcomes)
+    assert alike(*outcomes)
 
 
 @pytest.mark.parametrize("mask", [(True, False), (False, True), (False, False)])
 def test_what_is_not_wanted_is_not_computed(
     make: Any, machine: Machine, mask: tuple[bool, bool], aten: list[str]
 ) -> None:
-    package = make()
-    learned(package, by_backward)
+    package = taught(make)
     with installation_of(package).installed():
         wanted = by_aten(**inputs())
         by_cpp, _, found = who_served(machine, lambda: by_aten(**inputs(), mask=mask))
@@ -154,8 +156,7 @@ def test_what_is_not_wanted_is_not_computed(
 def test_masks_of_another_length_stay_with_pytorch(
     make: Any, machine: Machine, mask: Any, aten: list[str]
 ) -> None:
-    package = make()
-    learned(package, by_backward)
+    package = taught(make)
     with installation_of(package).installed(), suppress(IndexError):
         assert who_served(machine, lambda: by_aten(**inputs(), mask=mask))[:2] == (0, 0)
     assert aten == ["backward"]
@@ -164,8 +165,7 @@ def test_masks_of_another_length_stay_with_pytorch(
 def test_norms_over_two_dimensions_stay_with_pytorch(
     make: Any, machine: Machine, aten: list[str]
 ) -> None:
-    package = make()
-    learned(package, by_backward)
+    package = taught(make)
     given = inputs()
     with installation_of(package).installed():
         call = lambda: torch.ops.aten._fused_rms_norm_backward(  # noqa: E731
@@ -177,8 +177,7 @@ def test_norms_over_two_dimensions_stay_with_pytorch(
 
 @pytest.mark.parametrize("state", ["capturing", "another stream"])
 def test_state_of_the_machine_is_asked(make: Any, machine: Machine, state: str) -> None:
-    package = make()
-    learned(package, by_backward)
+    package = taught(make)
     machine.capturing, machine.stream = state == "capturing", 8 if state == "another stream" else 7
     with installation_of(package).installed():
         assert who_served(machine, lambda: by_aten(**inputs()))[:2] == (0, 1)
@@ -189,8 +188,7 @@ def test_state_of_the_machine_is_asked(make: Any, machine: Machine, state: str) 
 def test_uninstall_restores_pytorch_and_install_again_is_native(
     make: Any, machine: Machine, aten: list[str]
 ) -> None:
-    package = make()
-    learned(package, by_backward)
+    package = taught(make)
     entry_point = installation_of(package)
     for _ in range(3):
         entry_point.install()
@@ -204,10 +202,7 @@ def test_uninstall_restores_pytorch_and_install_again_is_native(
 
 
 def test_packages_take_turns(make: Any, machine: Machine, aten: list[str]) -> None:
-    packages = [make(), make(SEPARATE)]
-    one, two = (installation_of(package) for package in packages)
-    for package in packages:
-        learned(package, by_backward)
+    one, two = (installation_of(taught(make, spec)) for spec in (SPEC, SEPARATE))
     for _ in range(2):
         with one.installed():
             with pytest.raises(RuntimeError, match="uninstall it first"):
@@ -221,8 +216,7 @@ def test_packages_take_turns(make: Any, machine: Machine, aten: list[str]) -> No
 def test_package_that_is_loaded_again_takes_the_place_of_its_former_self(
     make: Any, machine: Machine, aten: list[str]
 ) -> None:
-    first, second = make(), make(on=False)
-    learned(first, by_backward)
+    first, second = taught(make), make(on=False)
     former, now = installation_of(first), installation_of(second)
     former.package = now.package = "one package"
     former.install()
@@ -238,8 +232,7 @@ def test_call_that_uninstalls_its_own_package_ends_as_it_began(
     make: Any, machine: Machine, served_by: str, aten: list[str]
 ) -> None:
     """Its kernel is no longer registered when it goes on."""
-    package = make(SEPARATE)
-    learned(package, by_backward)
+    package = taught(make, SEPARATE)
     wanted = by_backward(package, **inputs())
     entry_point = installation_of(package)
     entry_point.install()
@@ -324,8 +317,7 @@ def test_error_in_python_is_that_of_the_call(make: Any) -> None:
 
 def test_gradient_of_a_gradient_is_not_dropped(make: Any, machine: Machine) -> None:
     """PyTorch differentiates through its own operators then."""
-    package, grads = make(), []
-    learned(package, by_backward)
+    package, grads = taught(make), []
     for one in (package, make(on=False)):
         with installation_of(one).installed():
             norm = torch.nn.RMSNorm(1024, 1e-6, dtype=torch.bfloat16)

@@ -3,7 +3,6 @@ extension is the real one; the driver is made of callbacks."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,20 +13,21 @@ from normforge.frontends.operators import Operators
 from normforge.launch.workspace import PER_THREAD
 from normforge.spec import KernelSpec
 from tests.support.entry_points import equal_bits
-from tests.support.fake_driver import (
-    SEPARATE,
-    SPEC,
-)
+from tests.support.fake_driver import SEPARATE, SPEC
 from tests.support.native import (
     OTHERS,
+    STATES,
     EntryPoint,
     Machine,
     Watch,
+    alike,
+    attempt,
     by_autograd,
     by_backward,
     by_operator,
     check_launches,
     entry_points,
+    in_state,
     inputs,
     learned,
     leaves,
@@ -100,21 +100,12 @@ def test_call_that_differs_in_one_thing_is_left_to_python(
     learned(package, entry_point)
     learned(package, entry_point, 1)
     assert who_served(machine, lambda: entry_point(package, **inputs()))[:2] == (1, 0)
-    outcomes = []
-    for one in (package, never):
-        given = OTHERS[name]()
-        try:
-            by_cpp, _, results = who_served(
-                machine, lambda one=one, given=given: entry_point(one, **given)
-            )
-            assert by_cpp == 0
-            outcomes.append([getattr(t, "a", t) for t in results if t is not None])
-        except (TypeError, ValueError, RuntimeError) as error:
-            outcomes.append(str(error))
-    if isinstance(outcomes[0], str):
-        assert outcomes[0] == outcomes[1].replace(never.name, package.name)
-    else:
-        assert equal_bits(*outcomes)
+    (by_cpp, found), (none, wanted) = (
+        attempt(machine, lambda one=one: entry_point(one, **OTHERS[name]()))
+        for one in (package, never)
+    )
+    assert (by_cpp, none) == (0, 0)
+    assert alike(found, wanted, (package.name, never.name))
     assert who_served(machine, lambda: entry_point(package, **inputs()))[:2] == (1, 0)
 
 
@@ -203,59 +194,29 @@ def test_gradient_of_a_native_operator_is_refused(machine: Machine, make: Any) -
         assert by_cpp == 1 and not dx.requires_grad
 
 
-def partly(package: Package, wanted: str) -> Any:
+def gradients(package: Package, *wanted: str, offset: float = 0.0, **how: Any) -> Any:
     given = leaves()
-    y = package.rms_norm(**given, eps=1e-6)
-    return torch.autograd.grad(y, given[wanted], inputs()["dy"])
-
-
-def twice(package: Package) -> Any:
-    given = leaves()
-    y = package.rms_norm(**given, eps=1e-6)
-    return torch.autograd.grad(y, tuple(given.values()), inputs()["dy"], create_graph=True)
-
-
-def offset(package: Package) -> Any:
-    given = leaves()
-    y = package.rms_norm(**given, eps=1e-6, weight_offset=1.0)
-    return torch.autograd.grad(y, tuple(given.values()), inputs()["dy"])
+    y = package.rms_norm(**given, eps=1e-6, weight_offset=offset)
+    return torch.autograd.grad(y, [given[name] for name in wanted], inputs()["dy"], **how)
 
 
 @pytest.mark.filterwarnings("ignore:nothing like")
 @pytest.mark.parametrize(
-    "call",
-    [lambda p: partly(p, "x"), lambda p: partly(p, "weight"), twice, offset],
-    ids=["only dx", "only dw", "create_graph", "offset"],
+    ("wanted", "how"),
+    [
+        (["x"], {}),
+        (["weight"], {}),
+        (["x", "weight"], {"create_graph": True}),
+        (["x", "weight"], {"offset": 1.0}),
+    ],
 )
-def test_node_leaves_other_call_options_to_python(machine: Machine, make: Any, call: Any) -> None:
+def test_node_leaves_other_call_options_to_python(
+    machine: Machine, make: Any, wanted: list[str], how: dict[str, Any]
+) -> None:
     package = make()
     learned(package)
-    assert who_served(machine, lambda: call(package))[0] == 0
+    assert who_served(machine, lambda: gradients(package, *wanted, **how))[0] == 0
     assert who_served(machine, lambda: by_autograd(package, **inputs()))[:2] == (1, 0)
-
-
-def state(machine: Machine, name: str) -> Any:
-    """Puts the machine, or PyTorch, into a state in which nothing is launched natively."""
-    if name == "capturing":
-        machine.capturing = True
-    elif name == "another device":
-        machine.device = 1
-    elif name == "another stream":
-        machine.stream = 8
-    elif name.endswith("refused"):
-        machine.errors = {name.split()[0]}
-    return Watch() if name == "mode" else nullcontext()
-
-
-STATES = (
-    "capturing",
-    "another device",
-    "another stream",
-    "mode",
-    "stream refused",
-    "device refused",
-    "capturing refused",
-)
 
 
 @entry_points
@@ -266,11 +227,10 @@ def test_state_of_the_machine_is_asked(
     package = make()
     learned(package, entry_point)
     _, _, wanted = who_served(machine, lambda: entry_point(package, **inputs()))
-    with state(machine, name):
+    with in_state(machine, name):
         by_cpp, by_python, results = who_served(machine, lambda: entry_point(package, **inputs()))
     assert (by_cpp, by_python) == (0, 1)
     assert equal_bits(list(results), list(wanted))
-    machine.capturing, machine.device, machine.stream, machine.errors = False, 0, 7, set()
     assert who_served(machine, lambda: entry_point(package, **inputs()))[:2] == (1, 0)
 
 

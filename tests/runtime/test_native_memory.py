@@ -7,7 +7,8 @@ import ctypes
 import itertools
 import struct
 import threading
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,10 +22,7 @@ from normforge.launch.driver import LaunchError
 from normforge.native import plans
 from normforge.serve.call_cache import _MOST_RECENT as _MOST
 from tests.support.entry_points import equal_bits
-from tests.support.fake_driver import (
-    SEPARATE,
-    SPEC,
-)
+from tests.support.fake_driver import SEPARATE, SPEC
 from tests.support.native import (
     NAMES,
     OTHERS,
@@ -68,11 +66,9 @@ def test_scratch_that_grew_is_that_of_every_plan(machine: Machine, make: Any) ->
     assert needed >= 4 * 1024 * machine.native[-3].arguments.partials, "room for all partial rows"
 
 
-def test_scratch_that_was_lost_leaves_calls_to_python_until_there_is_new(
-    machine: Machine, make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    package = make(SEPARATE)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+@contextmanager
+def without_memory(machine: Machine, package: Any) -> Iterator[None]:
+    """There is no memory whenever a plan is learned."""
     learn = package._native.learn
 
     def learn_without_memory(call: Any) -> None:
@@ -80,13 +76,22 @@ def test_scratch_that_was_lost_leaves_calls_to_python_until_there_is_new(
         learn(call)
         machine.full = False
 
+    package._native.learn = learn_without_memory
+    yield
+    package._native.learn = learn
+
+
+def test_scratch_that_was_lost_leaves_calls_to_python_until_there_is_new(
+    machine: Machine, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = make(SEPARATE)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     learned(package)
     assert who_served(machine, lambda: by_autograd(package, **inputs()))[:2] == (2, 0)
-    package._native.learn = learn_without_memory
-    learned(package, M=4096)  # the block of before was freed for a larger one, which there is not
-    for M in (6, 4096):
-        assert who_served(machine, lambda M=M: by_autograd(package, **inputs(M)))[:2] == (0, 2)
-    package._native.learn = learn
+    with without_memory(machine, package):
+        learned(package, M=4096)  # the block of before was freed for a larger one that there is not
+        for M in (6, 4096):
+            assert who_served(machine, lambda M=M: by_autograd(package, **inputs(M)))[:2] == (0, 2)
     learned(package, M=7)
     for M, by_cpp in ((6, 2), (7, 2), (4096, 0)):
         assert who_served(machine, lambda M=M: by_autograd(package, **inputs(M)))[0] == by_cpp
@@ -99,20 +104,12 @@ def test_scratch_that_comes_back_has_room_for_the_largest_plan(
     """However small the call is that brings it back, and however often it failed to come."""
     package = make(SEPARATE)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    learn = package._native.learn
     learned(package, M=16)
     needed = machine.allocated[machine.native[-2].arguments.scratch][0]
-
-    def learn_without_memory(call: Any) -> None:
-        machine.full = True
-        learn(call)
-        machine.full = False
-
-    package._native.learn = learn_without_memory
-    for M in (4096, 2048)[:failures]:
-        learned(package, M=M)
-    assert who_served(machine, lambda: by_autograd(package, **inputs(16)))[:2] == (0, 2)
-    package._native.learn = learn
+    with without_memory(machine, package):
+        for M in (4096, 2048)[:failures]:
+            learned(package, M=M)
+        assert who_served(machine, lambda: by_autograd(package, **inputs(16)))[:2] == (0, 2)
     learned(package, M=2)
     assert who_served(machine, lambda: by_autograd(package, **inputs(16)))[:2] == (2, 0)
     assert machine.allocated[machine.native[-2].arguments.scratch][0] >= needed
@@ -198,20 +195,9 @@ def test_other_threads_run_while_a_launch_waits_for_the_driver(module: Any) -> N
     driver = [ctypes.cast(entry, pointer).value for entry in entries] + [usleep]
     store = module.Store(tuple(driver), True, lambda *_: None, lambda *_: None)
     store.set_scratch(0, 7, 4096)
-    words = struct.pack
-    store.add(
-        0,
-        0,
-        7,
-        6,
-        1024,
-        torch.bfloat16,
-        torch.bfloat16,
-        bytes(256),
-        words("Q", 80),
-        (300_000, 1, words("Q", 0)),
-        (0, 0, b""),
-    )
+    words, of_rows = struct.pack, (6, 1024, torch.bfloat16, torch.bfloat16)
+    launch = (bytes(256), words("Q", 80), (300_000, 1, words("Q", 0)), (0, 0, b""))
+    store.add(0, 0, 7, *of_rows, *launch)
     ticks, done = [0], threading.Event()
 
     def tick() -> None:
@@ -304,8 +290,7 @@ def test_tangent_of_a_gradient_is_not_dropped(machine: Machine, make: Any) -> No
                 assert (by_cpp, by_python) == (0, 0)
                 parts = [torch.autograd.forward_ad.unpack_dual(each).tangent for each in results]
                 found.append([part.double() for part in parts])
-        for part, reference in zip(*found, strict=True):
-            torch.testing.assert_close(part, reference, rtol=0.02, atol=0.05)
+        torch.testing.assert_close(*found, rtol=0.02, atol=0.05)
 
 
 def test_growing_while_other_threads_launch(machine: Machine, make: Any) -> None:

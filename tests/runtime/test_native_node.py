@@ -24,11 +24,7 @@ from tests.support.entry_points import (
     norm_of,
     write_package,
 )
-from tests.support.native import (
-    in_threads,
-    outcome,
-    started,
-)
+from tests.support.native import in_threads, outcome, started
 
 Tensors = tuple[torch.Tensor, ...]
 

@@ -14,13 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from generator.paths import REPOSITORY
 from normforge.api import Package
 from normforge.frontends import gradients
-from tests.support.entry_points import (
-    grads,
-    leaf,
-    randn,
-    same,
-    write_package,
-)
+from tests.support.entry_points import grads, leaf, randn, same, write_package
 from tests.support.fresh import run_fresh
 from tests.support.patience import patience
 
@@ -94,14 +88,7 @@ def test_operator_tries_the_quick_call_for_plain_arguments_alone(
         with torch.set_grad_enabled(enabled):
             dx, dw, third = backward(*plain)
         assert same([dx, dw], list(found)) and third.shape == (0,)
-    for place, value in (
-        (3, None),
-        (4, dy),
-        (5, torch.float32),
-        (6, 1.0),
-        (7, False),
-        (8, False),
-    ):
+    for place, value in ((3, None), (4, dy), (5, torch.float32), (6, 1.0), (7, False), (8, False)):
         dx, dw, _ = backward(*plain[:place], value, *plain[place + 1 :])
         assert not torch.equal(dx, found[0]) or not torch.equal(dw, found[1])
 

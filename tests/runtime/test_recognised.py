@@ -359,9 +359,7 @@ def test_calls_of_many_kinds_are_recognised_in_turn(entry_point: EntryPoint) -> 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(picks=st.lists(st.integers(0, 10**6), min_size=30, max_size=150))
 def test_every_call_is_served_as_its_own_in_any_order(
-    make: type[Any],
-    picks: list[int],
-    tmp_path: Path,
+    make: type[Any], picks: list[int], tmp_path: Path
 ) -> None:
     """Lists are renewed and tables cleared all the time. An `Own` refuses other calls."""
     entry_point = make(a_package(tmp_path, make.write))

@@ -9,15 +9,10 @@ import pytest
 import torch
 
 from normforge.serve.call import aten_call
-from normforge.serve.options import (
-    PLAIN,
-    Options,
-)
+from normforge.serve.options import PLAIN, Options
 from normforge.serve.reference import reference_backward
 from tests.support.entry_points import randn, write_package
-from tests.support.fake_driver import (
-    tensors,
-)
+from tests.support.fake_driver import tensors
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 

@@ -11,13 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from normforge import (
-    RMSNormGated,
-    qk_norm_rope,
-    rms_norm_gated,
-    rms_norm_quantized,
-    rms_norm_rope,
-)
+from normforge import RMSNormGated, qk_norm_rope, rms_norm_gated, rms_norm_quantized, rms_norm_rope
 from tests.support.library_functions import turns
 
 X, D = torch.ones(3, 24), 24
@@ -47,10 +41,7 @@ OF_ANOTHER_TYPE: list[tuple[str, Callable[[], Any]]] = [
     ("z must be a torch.Tensor, got NoneType", gated(z=None)),
     ("z must have x's dtype torch.float32, got torch.bfloat16", gated(z=X.bfloat16())),
     ("must be of a floating dtype, got", gated(weight=torch.ones(D).int())),
-    (
-        "norm_before_gate must be True or False, got 'first'",
-        gated(norm_before_gate="first"),
-    ),
+    ("norm_before_gate must be True or False, got 'first'", gated(norm_before_gate="first")),
     ("eps must be a number, got None", gated(eps=None)),
     ("eps must be a number or None, got str", gated(eps="small")),
     ("cos must be a torch.Tensor, got int", rope(cos=3)),
@@ -65,10 +56,7 @@ OF_ANOTHER_VALUE: list[tuple[str, Callable[[], Any]]] = [
     ("x must be floating rows of at least one element", gated(x=X.int())),
     ("x must be floating rows of at least one element", gated(x=torch.ones(3, 0))),
     ("weight must have shape (24,), got (8,)", gated(weight=torch.ones(8))),
-    (
-        "weight must have shape (24,) or (8,), got (12,)",
-        gated(weight=torch.ones(12), group_size=8),
-    ),
+    ("weight must have shape (24,) or (8,), got (12,)", gated(weight=torch.ones(12), group_size=8)),
     ("activation must be one of silu, sigmoid, swish; got None", gated(activation=None)),
     ("activation must be one of silu, sigmoid, swish; got 'gelu'", gated(activation="gelu")),
     ("x has 24 columns, no multiple of group_size, 0", gated(group_size=0)),

@@ -20,13 +20,7 @@ from normforge.serve.options import PLAIN, Arguments, Options, add_residual, com
 from normforge.serve.reference import reference_backward
 from normforge.serve.warn_once import WarnOnce
 from normforge.spec import KernelSpec
-from tests.support.entry_points import (
-    aten_on_cpu,
-    function_norm,
-    leaf,
-    randn,
-    same,
-)
+from tests.support.entry_points import aten_on_cpu, function_norm, leaf, randn, same, spied
 from tests.support.fake_driver import SPEC
 
 
@@ -75,37 +69,22 @@ def spec(offset: bool = False, residual: str = "") -> KernelSpec:
     return replace(SPEC, offset=offset, residual=residual)
 
 
+HEADS, SHIFTED = randn(3, 16, dtype=torch.bfloat16, seed=6), {"weight_offset": 1.0}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "offset": ({}, {"weight_offset": 1.0}),
-    "offset, dw in fp32": ({}, {"weight_offset": 1.0, "dw_dtype": torch.float32}),
-    "offset without weight": ({"weight": None}, {"weight_offset": 1.0}),
-    "offset into main_grad": (
-        {"dw_out": torch.ones(16)},
-        {"weight_offset": 1.0, "accumulate": True},
-    ),
+    "offset": ({}, SHIFTED),
+    "offset, dw in fp32": ({}, SHIFTED | {"dw_dtype": torch.float32}),
+    "offset without weight": ({"weight": None}, SHIFTED),
+    "offset into main_grad": ({"dw_out": torch.ones(16)}, SHIFTED | {"accumulate": True}),
     "residual": ({"dresidual": randn(6, 16, dtype=torch.bfloat16, seed=5)}, {}),
-    "wide residual": ({"dresidual": randn(6, 16, seed=5)}, {"weight_offset": 1.0}),
-    "per head": ({"weight": randn(3, 16, dtype=torch.bfloat16, seed=6)}, {}),
+    "wide residual": ({"dresidual": randn(6, 16, seed=5)}, SHIFTED),
+    "per head": ({"weight": HEADS}, {}),
     "per head, all": (
-        {
-            "weight": randn(3, 16, dtype=torch.bfloat16, seed=6),
-            "dresidual": randn(2, 3, 16, seed=7),
-            "dw_out": torch.ones(3, 16),
-        },
-        {"weight_offset": 1.0, "accumulate": True},
+        {"weight": HEADS, "dresidual": randn(2, 3, 16, seed=7), "dw_out": torch.ones(3, 16)},
+        SHIFTED | {"accumulate": True},
     ),
-    "per head, dx only": (
-        {"weight": randn(3, 16, dtype=torch.bfloat16, seed=6)},
-        {"need_dw": False},
-    ),
-    "main_grad in bf16": (
-        {"dw_out": torch.ones(16, dtype=torch.bfloat16)},
-        {"accumulate": True},
-    ),
-    "offset and an output of the weight's dtype": (
-        {"dw_out": torch.ones(16).bfloat16()},
-        {"weight_offset": 1.0},
-    ),
+    "per head, dx only": ({"weight": HEADS}, {"need_dw": False}),
+    "main_grad in bf16": ({"dw_out": torch.ones(16).bfloat16()}, {"accumulate": True}),
+    "offset and an output of the weight's dtype": ({"dw_out": torch.ones(16).bfloat16()}, SHIFTED),
     "main_grad in a column": ({"dw_out": torch.ones(16, 2)[:, 0]}, {}),
 }
 
@@ -135,15 +114,7 @@ def test_composition_around_a_plain_kernel_gives_what_the_formula_says(case: str
         return reference_backward(**vars(inner), **vars(call_options))
 
     wanted_out = None if given.dw_out is None else given.dw_out.clone()
-    wanted = reference_backward(
-        dy,
-        x,
-        rstd,
-        given.weight,
-        dresidual=given.dresidual,
-        dw_out=wanted_out,
-        **vars(options),
-    )
+    wanted = reference_backward(**vars(replace(given, dw_out=wanted_out)), **vars(options))
     results = backward(given, options)
     assert len(results) == len(wanted)
     for got, expected in zip(results, wanted, strict=True):
@@ -170,11 +141,10 @@ def test_kernel_with_an_option_is_used_for_it() -> None:
 def test_no_rows_give_an_empty_dx_and_a_dw_of_zeros(package: Package) -> None:
     x, weight = torch.empty(0, 8), torch.ones(8)
     dx, dw = package.rmsnorm_backward(x, x, torch.empty(0, 1), weight)
-    assert dx is not None and dx.shape == (0, 8)
-    assert dw is not None and torch.equal(dw, torch.zeros(8))
+    assert dx.shape == (0, 8) and torch.equal(dw, torch.zeros(8))
     found = torch.empty(0, 8, requires_grad=True)
     package.rms_norm(found, weight).sum().backward()
-    assert found.grad is not None and found.grad.shape == (0, 8)
+    assert found.grad.shape == (0, 8)
 
 
 def test_wrong_type_is_named(package: Package) -> None:
@@ -316,8 +286,7 @@ def test_composed_residual_is_added_in_fp32_and_rounded_once(
     given = Arguments(dx, dx, torch.ones(33), torch.ones(40), dresidual)
     found = add_residual(lambda *_, **__: (dx.clone(), None), given, PLAIN)
     total = dx.float() + dresidual.float()
-    assert found[0] is not None and torch.equal(found[0], total.to(dtype))
-    assert found[2] is not None and torch.equal(found[2], total.to(wide))
+    assert torch.equal(found[0], total.to(dtype)) and torch.equal(found[2], total.to(wide))
 
 
 def test_composed_call_returns_nothing_that_requires_grad(package: Package) -> None:
@@ -337,19 +306,10 @@ def test_gradient_of_another_kind_goes_through_the_operator(
     package: Package, residual: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The operator unwraps it; a kernel would read its address."""
-    seen: list[type] = []
-    operator = package.ops.backward
-
-    def backward(given: Arguments, options: Options) -> Any:
-        seen.append(type(given.dy))
-        return operator(given, options)
-
-    def fail(*_: Any) -> Any:
-        raise AssertionError("a node served it by itself")
-
-    monkeypatch.setattr(package.ops, "backward", backward)
-    monkeypatch.setattr(package._norm, "run", fail)
-    monkeypatch.setattr(package._norm, "_quick", fail)
+    seen = spied(monkeypatch, package.ops, "backward", lambda given, _: type(given.dy))
+    for name in ("run", "_quick"):
+        fail = lambda *_: pytest.fail("a node served it by itself")  # noqa: E731
+        monkeypatch.setattr(package._norm, name, fail)
     x = torch.randn(6, 8, requires_grad=True)
     weight = torch.ones(8, requires_grad=True)
     y = package.rms_norm(x, weight, residual=torch.zeros(6, 8) if residual else None)

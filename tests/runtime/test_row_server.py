@@ -32,6 +32,7 @@ from normforge.serve.row_checks import check_tensors
 from normforge.serve.rows import RowServer
 from normforge.spec import plan_launch
 from normforge.table import Table
+from tests.support.entry_points import spied
 from tests.support.fake_driver import (
     SPEC,
     TWO_KERNELS,
@@ -272,9 +273,7 @@ def moved(tensors: dict[str, Any]) -> dict[str, Any]:
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The choices of a kernel."""
-    made, choose = list[Any](), Table.choose
-    monkeypatch.setattr(Table, "choose", lambda *a, **k: made.append(a) or choose(*a, **k))
-    return made
+    return spied(monkeypatch, Table, "choose")
 
 
 def test_calls_like_a_known_one_have_addresses_and_numbers_of_their_own(

@@ -27,14 +27,7 @@ from normforge.serve.options import (
 )
 from normforge.spec import KernelSpec
 from normforge.table import Table
-from tests.support.fake_driver import (
-    SPEC,
-    TABLE,
-    FakeDriver,
-    entry,
-    fallback,
-    tensors,
-)
+from tests.support.fake_driver import SPEC, TABLE, FakeDriver, entry, fallback, tensors
 
 
 @pytest.fixture

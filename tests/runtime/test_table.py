@@ -7,10 +7,7 @@ from typing import Any
 import pytest
 
 from normforge.table import Table, runs_on
-from tests.support.fake_driver import (
-    TABLE,
-    entry,
-)
+from tests.support.fake_driver import TABLE, entry
 
 
 @pytest.mark.parametrize(

@@ -180,13 +180,7 @@ def test_function_around_the_backward_under_torch_func(package: Package) -> None
         grad(own)
 
 
-NAMES = (
-    "rms_norm",
-    "rms_norm with residual",
-    "operator",
-    "layer_norm",
-    "layer_norm with residual",
-)
+NAMES = ("rms_norm", "rms_norm with residual", "operator", "layer_norm", "layer_norm with residual")
 
 
 def own_norms(folder: Path) -> dict[str, Callable[..., Any]]:

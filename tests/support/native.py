@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,14 +16,11 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from normforge.api import Package
+from normforge.launch.workspace import PER_THREAD
 from normforge.serve.reference import reference_backward, reference_forward
 from normforge.spec import FORWARD_KERNELS
-from tests.support.entry_points import leaf
-from tests.support.fake_driver import (
-    FakeDriver,
-    ForwardArguments,
-    read_arguments,
-)
+from tests.support.entry_points import equal_bits, leaf
+from tests.support.fake_driver import FakeDriver, ForwardArguments, read_arguments
 from tests.support.patience import patience
 
 
@@ -260,6 +258,48 @@ def who_served(machine: Machine, call: Callable[[], Any]) -> tuple[int, int, Any
     before = len(machine.native), len(machine.launches)
     results = call()
     return len(machine.native) - before[0], len(machine.launches) - before[1], results
+
+
+def attempt(machine: Machine, call: Callable[[], Any]) -> tuple[int, Any]:
+    """Return how many kernels C++ launched for a call, and its results, or its error in words."""
+    try:
+        by_cpp, _, results = who_served(machine, call)
+    except (TypeError, ValueError, RuntimeError) as error:
+        return 0, (type(error), str(error))
+    return by_cpp, [getattr(t, "a", t).detach() for t in results if t is not None]
+
+
+def alike(one: Any, other: Any, names: tuple[str, str] = ("", "")) -> bool:
+    """Say whether two attempts had the same bits, or the same error of packages of these names."""
+    if isinstance(one, list):
+        return equal_bits(one, other)
+    mine, theirs = (
+        (kind, said.replace(name, ""))
+        for (kind, said), name in zip((one, other), names, strict=True)
+    )
+    return bool(mine == theirs)
+
+
+STATES: dict[str, dict[str, Any]] = {
+    "capturing": {"capturing": True},
+    "another device": {"device": 1},
+    "another stream": {"stream": 8},
+    "the stream of each thread": {"stream": PER_THREAD},
+    **{f"{name} refused": {"errors": {name}} for name in ("stream", "device", "capturing")},
+    "a mode": {},
+}
+"""States of the machine, or of PyTorch, in which nothing is launched natively."""
+
+
+@contextmanager
+def in_state(machine: Machine, name: str) -> Iterator[None]:
+    before = {key: getattr(machine, key) for key in STATES[name]}
+    vars(machine).update(STATES[name])
+    try:
+        with Watch() if name == "a mode" else nullcontext():
+            yield
+    finally:
+        vars(machine).update(before)
 
 
 def check_launches(
