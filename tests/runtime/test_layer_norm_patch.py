@@ -20,6 +20,7 @@ from tests.support.entry_points import (
     write_layer_norm_package,
     write_package,
 )
+from tests.support.foreign_norms import made
 
 
 @pytest.fixture(scope="module")
@@ -37,18 +38,6 @@ class WideLayerNorm(nn.LayerNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x.float()).type_as(x)
-
-
-class DoubleLayerNorm(nn.LayerNorm):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return 2 * super().forward(x)
-
-
-class OffsetLayerNorm(nn.LayerNorm):
-    """The weight is stored minus one."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.layer_norm(x, self.normalized_shape, 1 + self.weight, self.bias, self.eps)
 
 
 class ScaledLayerNorm(nn.LayerNorm):
@@ -108,47 +97,39 @@ def test_packages_of_both_norms_patch_one_model(
     assert package.patch(empty) == ["0", "1"]
 
 
-class FloatLayerNorm(nn.LayerNorm):
-    """Gives fp32, as some do to keep precision."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        scales = self.weight.float(), self.bias.float()
-        return nn.functional.layer_norm(input.float(), self.normalized_shape, *scales, self.eps)
+def plain(norm: Any, x: torch.Tensor) -> torch.Tensor:
+    return nn.LayerNorm.forward(norm, x)
 
 
-class ImageLayerNorm(nn.LayerNorm):
-    """Takes four dimensions for channels before rows and columns."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if input.dim() != 4:
-            return super().forward(input)
-        return super().forward(input.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+def with_scales(norm: Any, x: torch.Tensor, *scales: torch.Tensor) -> torch.Tensor:
+    return functional.layer_norm(x, norm.normalized_shape, *scales, norm.eps)
 
 
-class DetachedLayerNorm(nn.LayerNorm):
-    """No gradient flows through the statistics."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        variance, mean = torch.var_mean(x.detach(), -1, correction=0, keepdim=True)
-        return (x - mean) * torch.rsqrt(variance + self.eps) * self.weight + self.bias
-
-
-class FrozenLayerNorm(nn.LayerNorm):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scales = self.weight, self.bias.detach()
-        return nn.functional.layer_norm(x, self.normalized_shape, *scales, self.eps)
+def of_images(norm: Any, x: torch.Tensor) -> torch.Tensor:
+    """Take four dimensions for channels before rows and columns."""
+    if x.dim() != 4:
+        return plain(norm, x)
+    return plain(norm, x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
-class ClampedLayerNorm(nn.LayerNorm):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.clamp(-100, 100))
+def with_detached_statistics(norm: Any, x: torch.Tensor) -> torch.Tensor:
+    variance, mean = torch.var_mean(x.detach(), -1, correction=0, keepdim=True)
+    return (x - mean) * torch.rsqrt(variance + norm.eps) * norm.weight + norm.bias
 
 
-class NarrowedLayerNorm(nn.LayerNorm):
-    """The result has the weight's dtype."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.to(self.weight.dtype))
+OTHERS: dict[str, Any] = {
+    "Double": lambda norm, x: 2 * plain(norm, x),
+    "Offset": lambda norm, x: with_scales(norm, x, 1 + norm.weight, norm.bias),
+    "Float": lambda norm, x: with_scales(norm, x.float(), norm.weight.float(), norm.bias.float()),
+    "Image": of_images,
+    "Detached": with_detached_statistics,
+    "Frozen": lambda norm, x: with_scales(norm, x, norm.weight, norm.bias.detach()),
+    "Clamped": lambda norm, x: plain(norm, x.clamp(-100, 100)),
+    "Narrowed": lambda norm, x: plain(norm, x.to(norm.weight.dtype)),
+}
+KINDS = [
+    ScaledLayerNorm, *(made(nn.LayerNorm, f"{name}LayerNorm", of) for name, of in OTHERS.items())
+]  # fmt: skip
 
 
 def test_an_eps_that_is_a_tensor_may_change_and_is_left_alone(package: LayerNormPackage) -> None:
@@ -157,13 +138,7 @@ def test_an_eps_that_is_a_tensor_may_change_and_is_left_alone(package: LayerNorm
     assert package.patch(changing) == []
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        DoubleLayerNorm, OffsetLayerNorm, ScaledLayerNorm, FloatLayerNorm, ImageLayerNorm,
-        DetachedLayerNorm, FrozenLayerNorm, ClampedLayerNorm, NarrowedLayerNorm,
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_computes_anything_else_is_left_alone(
     package: LayerNormPackage, kind: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -36,82 +36,16 @@ class OffsetRMSNorm(nn.Module):
         return (wide * (1.0 + self.weight.float())).type_as(x)
 
 
-class ForgetfulRMSNorm(PlainRMSNorm):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True)))
-
-
 class CentredRMSNorm(PlainRMSNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x - x.mean(-1, keepdim=True))
-
-
-class HiddenEpsRMSNorm(PlainRMSNorm):
-    """A norm with another eps than the one under the usual name."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 3e-4)
 
 
 class ColumnRMSNorm(PlainRMSNorm):
     """An RMSNorm over the second dimension, which is the last one of a matrix."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rstd = torch.rsqrt(x.square().mean(1, keepdim=True) + self.variance_epsilon)
-        return self.weight * (x * rstd)
-
-
-class MatrixRMSNorm(PlainRMSNorm):
-    """An RMSNorm over all dimensions but the first."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        over = tuple(range(1, x.dim()))
-        rstd = torch.rsqrt(x.square().mean(over, keepdim=True) + self.variance_epsilon)
-        return self.weight * (x * rstd)
-
-
-class ChannelRMSNorm(PlainRMSNorm):
-    """Takes four dimensions for channels in the second."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.dim() < 4:
-            return super().forward(x)
-        return x * torch.rsqrt(x.square().mean(1, keepdim=True) + self.variance_epsilon)
-
-
-class DetachedStatisticRMSNorm(PlainRMSNorm):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
-        return self.weight * (x * rstd.detach())
-
-
-class DetachedWeightRMSNorm(PlainRMSNorm):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
-        return self.weight.detach() * (x * rstd)
-
-
-class ClampedRMSNorm(PlainRMSNorm):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.clamp(-100, 100))
-
-
-class ClampedStatisticRMSNorm(PlainRMSNorm):
-    """A floor for the mean square, instead of the eps."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mean = x.square().mean(-1, keepdim=True).clamp(self.variance_epsilon)
-        return self.weight * (x * torch.rsqrt(mean))
-
-
-class TwiceRMSNorm(PlainRMSNorm):
-    def forward(self, x: torch.Tensor) -> Any:
-        return super().forward(x), x
-
-
-class NarrowRMSNorm(PlainRMSNorm):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x).bfloat16()
+        return self.weight * (x * rstd_of(self, x, 1))
 
 
 class PickyRMSNorm(PlainRMSNorm):
@@ -132,3 +66,50 @@ class BiasedRMSNorm(PlainRMSNorm):
     def __init__(self) -> None:
         super().__init__()
         self.bias = nn.Parameter(torch.ones(16))
+
+
+def rstd_of(norm: Any, x: torch.Tensor, over: Any = -1) -> torch.Tensor:
+    return torch.rsqrt(x.square().mean(over, keepdim=True) + norm.variance_epsilon)
+
+
+def plain(norm: Any, x: torch.Tensor) -> torch.Tensor:
+    return PlainRMSNorm.forward(norm, x)
+
+
+def by_channels(norm: Any, x: torch.Tensor) -> torch.Tensor:
+    """Take four dimensions for channels in the second."""
+    return plain(norm, x) if x.dim() < 4 else x * rstd_of(norm, x, 1)
+
+
+def with_a_floor(norm: Any, x: torch.Tensor) -> torch.Tensor:
+    """Compute the norm with a floor for the mean square, instead of the eps."""
+    mean = x.square().mean(-1, keepdim=True).clamp(norm.variance_epsilon)
+    return norm.weight * (x * torch.rsqrt(mean))
+
+
+def made(base: type, name: str, compute: Any) -> Any:
+    """A class of norms whose forward is `compute`, of the norm and its rows."""
+
+    def forward(self: Any, x: torch.Tensor) -> Any:
+        return compute(self, x)
+
+    return type(name, (base,), {"forward": forward})
+
+
+OTHERS: dict[str, Any] = {
+    "Forgetful": lambda norm, x: norm.weight * x * torch.rsqrt(x.square().mean(-1, True)),
+    "HiddenEps": lambda norm, x: norm.weight * x * torch.rsqrt(x.square().mean(-1, True) + 3e-4),
+    "Twice": lambda norm, x: (plain(norm, x), x),
+    "Narrow": lambda norm, x: plain(norm, x).bfloat16(),
+    "Matrix": lambda norm, x: norm.weight * (x * rstd_of(norm, x, tuple(range(1, x.dim())))),
+    "Channel": by_channels,
+    "Clamped": lambda norm, x: plain(norm, x.clamp(-100, 100)),
+    "ClampedStatistic": with_a_floor,
+    "DetachedStatistic": lambda norm, x: norm.weight * (x * rstd_of(norm, x).detach()),
+    "DetachedWeight": lambda norm, x: norm.weight.detach() * (x * rstd_of(norm, x)),
+}
+OTHER_NORMS = [
+    *(made(PlainRMSNorm, f"{name}RMSNorm", compute) for name, compute in OTHERS.items()),
+    *(CentredRMSNorm, ColumnRMSNorm, GatedRMSNorm, BiasedRMSNorm),
+]
+"""What only looks like an RMSNorm."""
