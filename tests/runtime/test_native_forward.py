@@ -213,13 +213,13 @@ def test_state_of_the_machine_is_asked(machine: Machine, package: Any, call: Cal
     learned(one, call)
     by_cpp, _, wanted = who_served(machine, lambda: call(one, **inputs()))
     assert by_cpp == 1
-    for name in STATES:
+    for name in STATES.keys() - {"a mode"}:
         with in_state(machine, name):
             by_cpp, by_python, results = who_served(machine, lambda: call(one, **inputs()))
         assert (by_cpp, by_python) == (0, 1), name
         assert equal_bits(list(results), list(wanted))
     with Watch() as watch:
-        call(one, **inputs())
+        assert equal_bits(list(call(one, **inputs())), list(wanted))
     assert any("rms_norm" in name for name in watch.seen)
     assert who_served(machine, lambda: call(one, **inputs()))[:2] == (1, 0)
 
