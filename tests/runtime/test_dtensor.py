@@ -7,19 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from generator.paths import REPOSITORY
-from tests.support.fresh import run_fresh
+from tests.support.fresh import printed_by
 
 PROGRAM = """
 import json, sys, traceback
-sys.path.insert(0, {root!r})
 from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.support.entry_points import write_package
 
-package = write_package(Path({folder!r}) / "package")
+package = write_package(Path("{folder}") / "package")
 assert "torch.distributed.tensor" not in sys.modules
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, init_device_mesh
 
@@ -35,7 +33,7 @@ def split(tensor):
 def everywhere(tensor):
     return DTensor.from_local(tensor, mesh, [Replicate()])
 
-for name, part in {parts!r}.items():
+for name, part in PARTS.items():
     try:
         exec(part, dict(globals()))
         wrong = ""
@@ -225,12 +223,8 @@ def wrong(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
     One process takes them all, because importing DTensor takes longer.
     """
-    folder = tmp_path_factory.mktemp("dtensor")
-    done = run_fresh(
-        PROGRAM.format(root=str(REPOSITORY), folder=str(folder), parts=PARTS), REPOSITORY
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return dict(map(json.loads, done.stdout.splitlines()))
+    program = f"PARTS = {PARTS!r}\n{PROGRAM}"
+    return dict(map(json.loads, printed_by(program, tmp_path_factory.mktemp("dtensor"))))
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -240,7 +234,6 @@ def test_dtensors_are_split_by_the_operators(wrong: dict[str, str], part: str) -
 
 DTENSOR_LATEST = """
 import sys
-sys.path.insert(0, "{root}")
 from pathlib import Path
 import torch
 import torch.distributed as dist
@@ -260,19 +253,15 @@ for module in (norm, patched):
     y = step(x)
     y.sum().backward()
     assert y.placements == (Shard(0),), y.placements
-print("done")
 """
 
 
 def test_dtensor_may_be_imported_after_a_model_that_is_compiled(tmp_path: Path) -> None:
-    script = DTENSOR_LATEST.format(root=str(REPOSITORY), folder=str(tmp_path))
-    done = run_fresh(script, REPOSITORY)
-    assert done.stdout.strip().endswith("done"), done.stderr[-3000:]
+    printed_by(DTENSOR_LATEST, tmp_path)
 
 
 MAIN_GRAD = """
-import os, sys
-sys.path.insert(0, "{root}")
+import os
 from pathlib import Path
 import torch
 import torch.distributed as dist
@@ -285,7 +274,7 @@ dist.init_process_group("gloo", init_method="file://{folder}/store", rank=rank, 
 mesh = init_device_mesh("cpu", (2,))
 torch.manual_seed(0)
 x, scale = torch.randn(4, 8), torch.randn(8)
-norm = write_package(Path("{folder}") / f"package{{rank}}").RMSNorm(8, main_grad=True)
+norm = write_package(Path("{folder}") / f"package{rank}").RMSNorm(8, main_grad=True)
 norm.weight.data, norm.weight.main_grad = scale, torch.ones(8)
 norm(x).square().sum().backward()
 wanted = norm.weight.main_grad
@@ -309,6 +298,4 @@ except TypeError as error:
 def test_dw_of_all_ranks_is_added_to_a_main_grad_that_is_split_like_its_weight(
     tmp_path: Path,
 ) -> None:
-    script = MAIN_GRAD.format(root=str(REPOSITORY), folder=str(tmp_path))
-    done = run_fresh(script, REPOSITORY)
-    assert done.stdout.splitlines().count("done") == 2, done.stderr[-3000:]  # Gloo speaks as well
+    assert printed_by(MAIN_GRAD, tmp_path).count("done") == 2  # Gloo speaks as well

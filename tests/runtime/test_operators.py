@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from generator.paths import REPOSITORY
 from normforge.api import Package
 from normforge.frontends import gradients
 from tests.support.entry_points import grads, leaf, randn, same, write_package
-from tests.support.fresh import run_fresh
+from tests.support.fresh import printed_by
 from tests.support.patience import patience
 
 
@@ -234,8 +233,7 @@ def test_operator_of_a_package_that_is_not_there_says_what_to_do(package: Packag
 
 
 FORKED = """
-import multiprocessing, sys
-sys.path.insert(0, "{root}")
+import multiprocessing
 from pathlib import Path
 import torch
 from tests.support.entry_points import leaf, write_package
@@ -254,12 +252,9 @@ child = context.Process(target=work, args=(queue,))
 child.start()
 assert queue.get(timeout={patience})
 child.join()
-print("done")
 """
 
 
 def test_forked_child_works_after_import(tmp_path: Path) -> None:
     """The process has computed nothing: PyTorch's threads do not survive a fork."""
-    script = FORKED.format(root=REPOSITORY, folder=tmp_path, patience=patience(60))
-    done = run_fresh(script, REPOSITORY)
-    assert done.stdout.strip() == "done", done.stderr[-3000:]
+    printed_by(FORKED.replace("{patience}", str(patience(60))), tmp_path)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from generator.paths import REPOSITORY
-from tests.support.fresh import run_fresh
+from tests.support.fresh import printed_by
 
 START = """
-import sys
-sys.path.insert(0, "{root}")
 from copy import deepcopy
 from pathlib import Path
 import torch
@@ -57,7 +54,6 @@ for model in (build(), plain):
     found = [gradient.full_tensor() for gradient in gradients(model, x)]
     assert all(map(torch.equal, found, wanted)), "FSDP2"
 dist.destroy_process_group()
-print("done")
 """
 )
 
@@ -71,7 +67,6 @@ norm = str(package.operators.rms_norm.v1)
 assert [str(n.target) for n in program.graph.nodes].count(norm) == 2, program.graph
 torch.export.save(program, "{folder}/model.pt2")
 torch.save((x, model(x)), "{folder}/results.pt")
-print("done")
 """
 )
 
@@ -80,21 +75,14 @@ LOADED = (
     + """
 x, wanted = torch.load("{folder}/results.pt")
 assert torch.equal(torch.export.load("{folder}/model.pt2").module()(x), wanted)
-print("done")
 """
 )
 
 
-def runs_to_its_end(script: str, folder: Path) -> None:
-    """Run a script in a process of its own: process groups and operators are global."""
-    done = run_fresh(script.format(root=REPOSITORY, folder=folder), REPOSITORY)
-    assert done.stdout.strip().endswith("done"), done.stderr[-3000:]
-
-
 def test_gradients_under_ddp_and_fsdp_are_those_of_the_model_alone(tmp_path: Path) -> None:
-    runs_to_its_end(WRAPPED, tmp_path / "package")
+    printed_by(WRAPPED, tmp_path / "package")
 
 
 def test_an_exported_model_runs_in_another_process(tmp_path: Path) -> None:
     for script in (EXPORTED, LOADED):
-        runs_to_its_end(script, tmp_path / "package")
+        printed_by(script, tmp_path / "package")

@@ -6,12 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from generator.paths import REPOSITORY
-from tests.support.fresh import run_fresh
+from tests.support.fresh import printed_by
 
 SCRIPT = """
-import sys
-sys.path.insert(0, "{root}")
 from pathlib import Path
 import torch
 from torch.autograd import forward_ad
@@ -63,7 +60,6 @@ assert close(leaf.grad, wanted)
 traced = torch.jit.trace(mine, x)
 assert close(traced(tangent), theirs(tangent))
 assert not any("normforge" in node.kind() for node in traced.graph.nodes())
-print("done")
 """
 
 
@@ -82,14 +78,10 @@ def test_who_watches_operators_is_found_out_by_the_operators(
     tmp_path: Path, owner: str, name: str
 ) -> None:
     """PyTorch may refuse them instead, but nobody is passed over in silence."""
-    script = SCRIPT.format(root=REPOSITORY, folder=tmp_path, owner=owner, name=name)
-    done = run_fresh(script, REPOSITORY)
-    assert done.stdout.strip().endswith("done"), done.stderr[-3000:]
+    printed_by(SCRIPT.replace("{owner}", owner).replace("{name}", name), tmp_path)
 
 
 CUDA_SCRIPT = """
-import sys
-sys.path.insert(0, "{root}")
 import torch
 
 guards = torch._C._dynamo.guards
@@ -114,11 +106,8 @@ assert same(torch.randn(4, 8))
 others = (x.double(), x[:2], x.T.contiguous().T, x.clone().requires_grad_(), torch._neg_view(x))
 for other in others:
     assert not same(other), other
-print("done")
 """
 
 
 def test_missing_names_have_public_functions_in_their_place() -> None:
-    script = CUDA_SCRIPT.format(root=REPOSITORY)
-    done = run_fresh(script, REPOSITORY)
-    assert done.stdout.strip().endswith("done"), done.stderr[-3000:]
+    printed_by(CUDA_SCRIPT)

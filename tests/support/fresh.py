@@ -18,7 +18,9 @@ import tempfile
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+from generator.paths import REPOSITORY
 from tests.support.patience import patience
 
 SERVER = """
@@ -89,3 +91,11 @@ def run_fresh(
             raise AssertionError(f"no end of this program:\n{program}")
         code = int(pipes.stdout.readline())
         return subprocess.CompletedProcess(program, code, *(file.read_text() for file in said))
+
+
+def printed_by(program: str, folder: Path | str = "", **how: Any) -> list[str]:
+    """The lines that a program of this repository prints, which has to come to its end. folder:
+    what stands for {folder} in it; how: as of `run_fresh`."""
+    done = run_fresh(program.replace("{folder}", str(folder)), REPOSITORY, **how)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.splitlines()
