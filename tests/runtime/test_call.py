@@ -20,6 +20,7 @@ from normforge.launch.workspace import LINE, PER_THREAD, SHARED_FROM, SLAB, Work
 from normforge.serve.options import Arguments, Options
 from normforge.spec import plan_launch
 from tests.support.fake_driver import SEPARATE, SPEC, Calls, FakeDriver, read_arguments, tensors
+from tests.support.native import in_threads
 
 
 def ways(*names: str) -> pytest.MarkDecorator:
@@ -239,9 +240,7 @@ def test_without_dw_there_is_no_second_kernel(
 
 def in_another_thread(work: Callable[[], Any]) -> Any:
     results: list[Any] = []
-    thread = threading.Thread(target=lambda: results.append(work()))
-    thread.start()
-    thread.join()
+    in_threads([lambda: results.append(work())])
     return results[0]
 
 
@@ -324,11 +323,7 @@ def test_threads_on_one_stream_do_not_mix_their_arguments(calls: Calls) -> None:
             wanted.append(tuple(address(given.get(name)) for name in ("x", "dy", "mean")))
             calls(**given)
 
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads([work] * 2)
     assert sorted(seen) == sorted(wanted)
 
 

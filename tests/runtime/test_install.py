@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -28,6 +27,7 @@ from tests.support.entry_points import (
     uninstall_while_it_waits,
     write_package,
 )
+from tests.support.native import in_threads
 
 
 def train_once(norm: torch.nn.Module) -> list[torch.Tensor]:
@@ -73,22 +73,14 @@ def test_blocks_nest_and_restore_what_was(package: Package, aten: list[str]) -> 
 
 
 def test_threads_may_install_and_uninstall(package: Package, aten: list[str]) -> None:
-    entry_point, norm, errors = routing_on_cpu(package), torch.nn.RMSNorm(16), []
+    entry_point, norm = routing_on_cpu(package), torch.nn.RMSNorm(16)
 
     def work() -> None:
-        try:
-            for _ in range(10):
-                with entry_point.installed():
-                    train_once(norm)
-        except Exception as error:  # shown below, in the test's own thread
-            errors.append(error)
+        for _ in range(10):
+            with entry_point.installed():
+                train_once(norm)
 
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    in_threads([work] * 3)
     assert "backward" not in aten
     train_once(norm)
     assert aten[-1] == "backward"

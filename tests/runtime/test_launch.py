@@ -18,6 +18,7 @@ from normforge.launch.driver import LaunchError
 from normforge.launch.loaded_kernel import LoadedKernel
 from normforge.spec import Launch, plan_launch
 from tests.support.fake_driver import SEPARATE, SPEC, FakeDriver, tensors
+from tests.support.native import in_threads
 
 
 def run(
@@ -159,11 +160,7 @@ def test_cubin_is_loaded_once_and_each_thread_has_its_own_arguments(driver: Fake
     def work() -> None:
         given.append(launch(kernel)[0])
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads([work] * 4)
     assert driver.loads == 1
     wanted = {tuple(tensor.data_ptr() for tensor in tensors) for tensors in given}
     assert {seen.arguments[:6] for seen in driver.launches} == wanted

@@ -7,10 +7,10 @@ calls that had to be prepared are counted.
 from __future__ import annotations
 
 import itertools
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from tests.support.entry_points import (
     write_layer_norm_package,
     write_package,
 )
+from tests.support.native import in_threads
 
 Tensors = tuple[Any, ...]
 Keywords = dict[str, Any]
@@ -406,21 +407,12 @@ def test_threads_are_served_each_with_its_own(
 ) -> None:
     monkeypatch.setattr("normforge.serve.call_cache._MOST_KEYS", 30)
     monkeypatch.setattr("normforge.serve.call_cache._MISSES_TO_FORGET", 3)
-    errors: list[BaseException] = []
 
     def work(first: int) -> None:
-        try:
-            for _, M in itertools.product(range(20), range(first, first + 2 * _MOST)):
-                entry_point.call(*tensors_of(entry_point, M))
-        except BaseException as error:  # shown below, in the test's own thread
-            errors.append(error)
+        for _, M in itertools.product(range(20), range(first, first + 2 * _MOST)):
+            entry_point.call(*tensors_of(entry_point, M))
 
-    threads = [threading.Thread(target=work, args=(1 + 5 * i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    in_threads([partial(work, 1 + 5 * i) for i in range(4)])
 
 
 @pytest.mark.parametrize("make", BACKWARDS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,26 +57,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return questions
 
 
-def plain(package: Package, x: Any, w: Any, eps: float) -> Any:
-    return package.rms_norm(x, w, eps)
-
-
-def with_residual(package: Package, x: Any, w: Any, eps: float) -> Any:
-    return sum(package.rms_norm(x, w, eps, residual=x.detach()))
-
-
-def with_offset(package: Package, x: Any, w: Any, eps: float) -> Any:
-    return package.rms_norm(x, w, eps, weight_offset=1.0)
-
-
-def without_weight(package: Package, x: Any, w: Any, eps: float) -> Any:
-    return package.rms_norm(x, None, eps) * w
-
-
-def per_head(package: Package, x: Any, w: Any, eps: float) -> Any:
-    return package.rms_norm(x.view(3, 2, N), torch.stack((w, 2 * w)), eps)
-
-
 def into_main_grad(package: Package, x: Any, w: Any, eps: float) -> Any:
     norm = package.RMSNorm(N, eps, main_grad=True)
     norm.weight.main_grad = torch.zeros(N)
@@ -88,26 +69,25 @@ def watched(package: Package, x: Any, w: Any, eps: float) -> Any:
 
 
 def compiled(package: Package, x: Any, w: Any, eps: float) -> Any:
-    norm = torch.compile(lambda x, w: package.rms_norm(x, w, eps), backend="aot_eager")
-    return norm(x, w)
+    return torch.compile(lambda x, w: package.rms_norm(x, w, eps), backend="aot_eager")(x, w)
 
 
-NORMS = (
-    plain,
-    with_residual,
-    with_offset,
-    without_weight,
-    per_head,
-    into_main_grad,
-    watched,
-    compiled,
-)
+NORMS: dict[str, Callable[..., Any]] = {
+    "plain": lambda p, x, w, eps: p.rms_norm(x, w, eps),
+    "residual": lambda p, x, w, eps: sum(p.rms_norm(x, w, eps, residual=x.detach())),
+    "offset": lambda p, x, w, eps: p.rms_norm(x, w, eps, weight_offset=1.0),
+    "no weight": lambda p, x, w, eps: p.rms_norm(x, None, eps) * w,
+    "per head": lambda p, x, w, eps: p.rms_norm(x.view(3, 2, N), torch.stack((w, 2 * w)), eps),
+    "main_grad": into_main_grad,
+    "watched": watched,
+    "compiled": compiled,
+}
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("name", NORMS)
 @pytest.mark.parametrize("mode", [nullcontext, Watch])
 def test_no_kernel_is_asked_for_gradients(
-    norm: Any, mode: Any, asked: list[str], tmp_path: Path
+    name: str, mode: Any, asked: list[str], tmp_path: Path
 ) -> None:
     """Kernels are asked at the least eps that they serve, which shows that the questions would be
     seen."""
@@ -117,7 +97,7 @@ def test_no_kernel_is_asked_for_gradients(
         torch._dynamo.reset()
         asked.clear()
         leaves = x, w = leaf(6, N), leaf(N, seed=1)
-        y = norm(package, x, w, eps)
+        y = NORMS[name](package, x, w, eps)
         with mode():
             return torch.autograd.grad(y, leaves, randn(*y.shape, seed=2))
 
@@ -208,22 +188,15 @@ def test_batch_invariant_norms_refuse_it() -> None:
 # ---- Graphs --------------------------------------------------------------------------------------
 
 
-def step_of_rms_norm(eps: float) -> Any:
-    def step(x: Any, w: Any, dy: Any) -> Any:
-        y, rstd = torch.ops.aten._fused_rms_norm(x, [N], w, eps)
-        return y, torch.ops.aten._fused_rms_norm_backward(dy, x, [N], rstd, w, [True, True])
-
-    return step
+def step_of_rms_norm(x: Any, w: Any, dy: Any, eps: float) -> Any:
+    y, rstd = torch.ops.aten._fused_rms_norm(x, [N], w, eps)
+    return y, torch.ops.aten._fused_rms_norm_backward(dy, x, [N], rstd, w, [True, True])
 
 
-def step_of_layer_norm(eps: float) -> Any:
-    def step(x: Any, w: Any, dy: Any) -> Any:
-        y, mean, rstd = torch.ops.aten.native_layer_norm(x, [N], w, w, eps)
-        backward = torch.ops.aten.native_layer_norm_backward
-        dx, dw, db = backward(dy, x, [N], mean, rstd, w, w, [True, True, True])
-        return y, dx, dw, db
-
-    return step
+def step_of_layer_norm(x: Any, w: Any, dy: Any, eps: float) -> Any:
+    y, mean, rstd = torch.ops.aten.native_layer_norm(x, [N], w, w, eps)
+    backward = torch.ops.aten.native_layer_norm_backward
+    return y, *backward(dy, x, [N], mean, rstd, w, w, [True, True, True])
 
 
 @pytest.mark.usefixtures("aten")
@@ -238,7 +211,7 @@ def test_backwards_in_graphs_stay_pytorchs(step_of: Any, write: Any, tmp_path: P
     operators = write(tmp_path).ops
     given = randn(6, N), randn(N, seed=1), randn(6, N, seed=2)
     for eps, left in ((SMALLEST_EPS, False), (0.0, True)):
-        graph = route(make_fx(step_of(eps))(*given), operators).graph
+        graph = route(make_fx(partial(step_of, eps=eps))(*given), operators).graph
         backward = [n for n in find_norms(graph, operators) if "backward" in str(n.target)]
         assert bool(backward) is left
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,53 +38,38 @@ def norms(package: Package) -> dict[str, Norm]:
     }
 
 
-def jvp(norm: Norm, x: torch.Tensor = X) -> Any:
-    return torch.func.jvp(norm, (x, WEIGHT), (TANGENT, WEIGHT))[1]
-
-
-def linearize(norm: Norm, x: torch.Tensor = X) -> Any:
-    return torch.func.linearize(norm, x, WEIGHT)[1](TANGENT, WEIGHT)
-
-
 def loss(norm: Norm) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda x: norm(x, WEIGHT).sin().sum()
 
 
-def grad(norm: Norm, x: torch.Tensor = X) -> Any:
-    return torch.func.grad(loss(norm))(x)
-
-
-def grad_of_each(norm: Norm, x: torch.Tensor = X) -> Any:
-    return torch.func.vmap(torch.func.grad(loss(norm)))(x.view(2, 2, 8))
-
-
-def hessian(norm: Norm, x: torch.Tensor = X) -> Any:
-    return torch.func.hessian(loss(norm))(x)
-
-
-def forward_over_reverse(norm: Norm, x: torch.Tensor = X) -> Any:
-    return torch.func.jvp(torch.func.grad(loss(norm)), (x,), (TANGENT,))[1]
-
-
-TRANSFORMS = (jvp, linearize, grad, grad_of_each, hessian, forward_over_reverse)
+TRANSFORMS: dict[str, Callable[[Norm, torch.Tensor], Any]] = {
+    "jvp": lambda norm, x: torch.func.jvp(norm, (x, WEIGHT), (TANGENT, WEIGHT))[1],
+    "linearize": lambda norm, x: torch.func.linearize(norm, x, WEIGHT)[1](TANGENT, WEIGHT),
+    "grad": lambda norm, x: torch.func.grad(loss(norm))(x),
+    "grad of each": lambda norm, x: torch.func.vmap(torch.func.grad(loss(norm)))(x.view(2, 2, 8)),
+    "hessian": lambda norm, x: torch.func.hessian(loss(norm))(x),
+    "forward over reverse": lambda norm, x: torch.func.jvp(
+        torch.func.grad(loss(norm)), (x,), (TANGENT,)
+    )[1],
+}
 
 
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     ("transform", "how"),
     # torch.func.linearize traces by itself, and is not for torch.compile.
-    [(t, how) for t in TRANSFORMS for how in ("eager", "compiled")[: 1 + (t is not linearize)]],
+    [(t, how) for t in TRANSFORMS for how in ("eager", "compiled")[: 1 + (t != "linearize")]],
 )
 @pytest.mark.parametrize("which", ["function", "residual", "operator", "operator with residual"])
 def test_transforms_see_through_the_norm(
-    package: Package, which: str, transform: Any, how: str
+    package: Package, which: str, transform: str, how: str
 ) -> None:
     norm = norms(package)[which]
-    run = lambda x: transform(norm, x)  # noqa: E731
+    run = partial(TRANSFORMS[transform], norm)
     if how == "compiled":
         torch._dynamo.reset()
         run = torch.compile(run, backend="aot_eager", fullgraph=True)
-    wanted = transform(theirs)
+    wanted = TRANSFORMS[transform](theirs, X)
     assert wanted.norm() > 0
     assert torch.allclose(run(X), wanted, atol=1e-5)
 
@@ -177,7 +163,7 @@ def test_function_around_the_backward_under_torch_func(package: Package) -> None
         return y
 
     with pytest.raises(RuntimeError, match="differentiate the norm"):
-        grad(own)
+        TRANSFORMS["grad"](own, X)
 
 
 NAMES = ("rms_norm", "rms_norm with residual", "operator", "layer_norm", "layer_norm with residual")
