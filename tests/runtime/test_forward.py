@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import re
 import struct
 from pathlib import Path
@@ -18,11 +17,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from generator.paths import template_named
 from normforge.launch import forward_call as call_module
 from normforge.launch.forward_call import forward_call
+from normforge.launch.loaded_kernel import LoadedKernel
 from normforge.launch.row_layout import row_layout
 from normforge.serve import forward as serve_module
 from normforge.serve.forward import Forward, reference_forward
 from normforge.serve.kernels import source_of
 from tests.support.entry_points import write_package
+from tests.support.fake_driver import FakeDevice, FakeDriver
 from tests.support.forward import EPS, of_kind
 
 # ---- Rows in memory ------------------------------------------------------------------------------
@@ -179,34 +180,6 @@ def test_the_host_packs_arguments_as_the_kernel_declares_them() -> None:
     assert layout == re.sub(r"(\d)(\w)", lambda m: m[2] * int(m[1]), call_module._ARGUMENTS.format)
 
 
-class Launched(SimpleNamespace):
-    """The arguments that the driver was given."""
-
-
-@pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launched]:
-    """Calls on CPU tensors reach a driver that notes its arguments."""
-    seen: list[Launched] = []
-
-    def launch(config: Any, function: Any, arguments: int, extra: int) -> tuple[int]:
-        (block,) = (ctypes.c_void_p * 1).from_address(arguments)
-        values = call_module._ARGUMENTS.unpack(ctypes.string_at(block, call_module._ARGUMENTS.size))
-        seen.append(Launched(config=config, function=function, values=values))
-        return (0,)
-
-    driver = SimpleNamespace(cuLaunchKernelEx=launch)
-    monkeypatch.setattr(call_module, "cuda_driver", lambda: driver)
-    monkeypatch.setattr(call_module, "current_device", lambda: -1)
-    monkeypatch.setattr(call_module, "raw_stream", lambda device: 7)
-    monkeypatch.setattr(call_module, "is_capturing", lambda: False)
-    monkeypatch.setattr(
-        call_module,
-        "empty_strided",
-        lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype),
-    )
-    return seen
-
-
 def test_a_residual_with_two_strides_is_copied_also_when_it_is_x(
     forward: Forward, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,30 +199,29 @@ def test_a_residual_with_two_strides_is_copied_also_when_it_is_x(
 
 
 def test_launch_gets_addresses_extents_and_the_function_for_the_residual(
-    launches: list[Launched],
+    driver: FakeDriver, device: FakeDevice
 ) -> None:
+    device.device = -1  # that of CPU tensors
     spec = of_kind("4096x256:bf16").spec(132)
-    kernel: Any = SimpleNamespace(spec=spec, load=lambda device: ("plain", "with residual"))
-    kernel.main_config = lambda grid, stream: (grid, stream)
+    kernel = LoadedKernel(b"cubin", spec)
     x = torch.empty(3, 5, 2, 256, dtype=torch.bfloat16)[:, :, 0]
     weight = torch.empty(512, dtype=torch.bfloat16)[::2]
     residual = torch.empty(3, 5, 256, dtype=torch.bfloat16)
     call = forward_call(kernel, x, weight, None, row_layout(x), None)
     y, rstd = call(x, weight, None, 1.0, None)
-    (first,) = launches
-    assert (first.config, first.function) == ((spec.grid(15), 7), "plain")
-    addresses, numbers = first.values[:6], first.values[6:]
-    assert addresses[0] == x.data_ptr()
-    assert addresses[1] == addresses[5] == 0
-    assert addresses[2] != weight.data_ptr()  # it was copied
-    assert addresses[3:5] == (y.data_ptr(), rstd.data_ptr())
-    assert numbers == (torch.finfo(torch.float32).eps, 1.0, 15, 512, 0, 256, 256, 0)
+    (first,) = driver.launches
+    assert (first.function, first.grid, first.stream) == ("rmsnorm_forward", spec.grid(15), 7)
+    copied = first.arguments.weight
+    assert copied not in (0, weight.data_ptr())
+    addresses = (x.data_ptr(), 0, copied, y.data_ptr(), rstd.data_ptr(), 0)
+    eps = torch.finfo(torch.float32).eps
+    assert first.arguments == (*addresses, eps, 1.0, 15, 512, 0, 256, 256, 0)
     assert (y.shape, rstd.shape, rstd.dtype) == (x.shape, (3, 5, 1), torch.float32)
 
     layouts = (row_layout(x), row_layout(residual))
     call = forward_call(kernel, x, None, residual, *layouts)
     y, rstd, stream = call(x, None, 0.5, 0.0, residual)
-    second = launches[1]
-    assert second.function == "with residual"
-    assert second.values[1:3] == (residual.data_ptr(), 0)
-    assert second.values[5:8] == (stream.data_ptr(), 0.5, 0.0)
+    second = driver.launches[1]
+    assert second.function == "rmsnorm_forward_residual"
+    assert second.arguments[1:3] == (residual.data_ptr(), 0)
+    assert second.arguments[5:8] == (stream.data_ptr(), 0.5, 0.0)

@@ -158,51 +158,6 @@ def test_operator_tries_the_quick_call_with_the_mean(
     assert (dx.sum(), sums.sum(), none.shape) == (64, 32, (0,))
 
 
-def test_what_watches_gets_an_answer(package: LayerNormPackage) -> None:
-    """Fake tensors, torch.func, forward mode, torch.jit.trace, torch.fx, checkpoints, autocast."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.utils.checkpoint import checkpoint
-
-    x, weight, bias = leaf(4, 16), leaf(16, seed=1), leaf(16, seed=2)
-    wanted = functional.layer_norm(x, (16,), weight, bias)
-    with FakeTensorMode():
-        fake = torch.empty(4, 16, device="cuda")
-        y = package.layer_norm(fake, torch.empty(16, device="cuda"))
-        saved = torch.empty(4, 1, device="cuda")
-        scale = torch.empty(16, device="cuda")
-        dx, dw, db = package.layer_norm_backward(y, fake, saved, saved, scale)
-        assert (y.device.type, dx.shape, dw.shape, db.shape) == ("cuda", (4, 16), (16,), (16,))
-    given = (x.detach(), weight.detach(), bias.detach())
-
-    def loss(*given: torch.Tensor) -> torch.Tensor:
-        return package.layer_norm(*given).square().sum()
-
-    of_func = torch.func.grad(loss, (0, 1, 2))(*given)
-    by_hand = torch.autograd.grad(wanted.square().sum(), (x, weight, bias), retain_graph=True)
-    torch.testing.assert_close(of_func, by_hand, atol=1e-4, rtol=1e-4)
-    _, tangent = torch.func.jvp(loss, given, tuple(map(torch.ones_like, given)))
-    assert torch.allclose(tangent, sum(g.sum() for g in by_hand), rtol=1e-3)
-    traced = torch.fx.symbolic_trace(nn.Sequential(package.LayerNorm(16)))
-    assert functional.layer_norm in [node.target for node in traced.graph.nodes]
-    assert torch.allclose(traced(x), functional.layer_norm(x, (16,)), atol=1e-6)
-    nested = torch.nested.as_nested_tensor([x.detach(), x.detach()[:1]], layout=torch.jagged)
-    rows = package.layer_norm(nested, weight, bias).values()
-    assert torch.allclose(rows, torch.cat((wanted, wanted[:1])), atol=1e-6)
-    nested = torch.nested.as_nested_tensor([x.detach(), x.detach()[:1]], layout=torch.strided)
-    assert torch.allclose(package.layer_norm(nested, weight, bias).unbind()[0], wanted, atol=1e-6)
-    scripted = torch.jit.trace(lambda x: package.layer_norm(x), x.detach())
-    assert torch.allclose(scripted(x), functional.layer_norm(x, (16,)), atol=1e-6)
-    again = checkpoint(lambda x: package.layer_norm(x, weight, bias), x, use_reentrant=False)
-    once = package.layer_norm(x, weight, bias)
-    assert same(grads(again, x, weight, bias), grads(once, x, weight, bias))
-    with torch.autocast("cpu", torch.bfloat16):
-        assert package.layer_norm(x.bfloat16(), weight).dtype == torch.bfloat16
-    with torch.no_grad():
-        assert torch.equal(package.layer_norm(x, weight, bias), wanted)
-    assert package.layer_norm(torch.empty(4, 16, device="meta")).device.type == "meta"
-    assert package.layer_norm(torch.empty(0, 16)).shape == (0, 16)
-
-
 # ---- install -------------------------------------------------------------------------------------
 
 

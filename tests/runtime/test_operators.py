@@ -4,16 +4,26 @@ fake tensors."""
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from normforge.api import Package
 from normforge.frontends import gradients
-from tests.support.entry_points import grads, leaf, randn, same, write_package
+from tests.support.entry_points import (
+    grads,
+    leaf,
+    randn,
+    same,
+    write_layer_norm_package,
+    write_package,
+)  # fmt: skip
 from tests.support.fresh import printed_by
 from tests.support.patience import patience
 
@@ -162,32 +172,58 @@ def test_operators_pass_opcheck(package: Package) -> None:
     check(package.ops.rms_norm, (x, leaf(6, 16, seed=4), None, 0.0))
 
 
-def test_fake_tensors_never_reach_a_kernel(package: Package) -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
+@pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
+def test_what_watches_gets_an_answer(tmp_path: Path, norm: str) -> None:
+    """Fake tensors, torch.func, forward mode, torch.jit.trace, torch.fx, checkpoints, autocast."""
+    rms, close = norm == "rms_norm", partial(torch.testing.assert_close, atol=1e-5, rtol=1e-5)
+    package: Any = (write_package if rms else write_layer_norm_package)(tmp_path)
+    ours, module = getattr(package, norm), package.RMSNorm if rms else package.LayerNorm
+    scales = [leaf(16, seed=1 + i) for i in range(1 if rms else 2)]
+    x, theirs = leaf(4, 16), getattr(functional, norm)
+    wanted = theirs(x, (16,), *scales)
     with FakeTensorMode():
-        x, weight = torch.empty(4, 16, device="cuda"), torch.empty(16, device="cuda")
-        y = package.rms_norm(x, weight)
-        dx, dw = package.rmsnorm_backward(y, x, torch.empty(4, 1, device="cuda"), weight)
-        assert (y.device.type, y.shape) == ("cuda", (4, 16))
-        assert dx is not None and dw is not None
-        assert (dx.shape, dw.shape, dw.device.type) == ((4, 16), (16,), "cuda")
-    meta = package.rms_norm(torch.empty(4, 16, device="meta"), None)
-    assert meta.device.type == "meta"
+        fake, saved = torch.empty(4, 16, device="cuda"), torch.empty(4, 1, device="cuda")
+        scale = torch.empty(16, device="cuda")
+        y = ours(fake, scale)
+        backward = package.rmsnorm_backward if rms else package.layer_norm_backward
+        found = backward(y, fake, *[saved] * (1 if rms else 2), scale)
+        assert [one.device.type for one in (y, *found)] == ["cuda"] * (3 if rms else 4)
+        assert [one.shape for one in (y, *found)] == [x.shape] * 2 + [(16,)] * len(scales)
+    leaves = [x, *scales]
+    given = tuple(one.detach() for one in leaves)
 
+    def loss(*given: torch.Tensor) -> torch.Tensor:
+        return ours(*given).square().sum()
 
-def test_functional_gradients(package: Package) -> None:
-    x, weight = randn(4, 16), randn(16, seed=1)
-
-    def loss(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return package.rms_norm(x, weight).square().sum()
-
-    dx, dw = torch.func.grad(loss, (0, 1))(x, weight)
-    leaves = [t.clone().requires_grad_() for t in (x, weight)]
-    wanted = torch.autograd.grad(loss(*leaves), leaves)
-    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip((dx, dw), wanted, strict=True))
-    each = torch.func.vmap(package.rms_norm, (0, None))(x.view(2, 2, 16), weight)
-    assert torch.allclose(each, package.rms_norm(x.view(2, 2, 16), weight), atol=1e-6)
+    of_func = torch.func.grad(loss, tuple(range(len(given))))(*given)
+    by_hand = torch.autograd.grad(wanted.square().sum(), leaves, retain_graph=True)
+    torch.testing.assert_close(of_func, by_hand, atol=1e-4, rtol=1e-4)
+    _, tangent = torch.func.jvp(loss, given, tuple(map(torch.ones_like, given)))
+    torch.testing.assert_close(tangent, sum(g.sum() for g in by_hand), rtol=1e-3, atol=1e-3)
+    each = torch.func.vmap(ours, (0, *[None] * len(scales)))(x.view(2, 2, 16), *scales)
+    close(each, wanted.view(2, 2, 16))
+    traced = torch.fx.symbolic_trace(torch.nn.Sequential(module(16)))
+    assert theirs in [node.target for node in traced.graph.nodes]
+    close(traced(x), theirs(x, (16,)))
+    rows = [leaf(n, 16, seed=n) for n in (2, 5)]
+    nested = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+    run = partial(ours, **({"weight_offset": 1.0} if rms else {}))
+    both = run(nested, *scales).values(), torch.cat([run(one, *scales) for one in rows])
+    close(*both)
+    close(*(torch.autograd.grad(one.sin().sum(), (*rows, *scales)) for one in both))
+    if not rms:
+        nested = torch.nested.as_nested_tensor([*given[:1], given[0][:1]], layout=torch.strided)
+        close(ours(nested, *scales).unbind()[0], wanted)
+    close(torch.jit.trace(lambda x: ours(x), x.detach())(x), theirs(x, (16,)))
+    again = checkpoint(lambda x: ours(x, *scales), x, use_reentrant=False)
+    assert same(grads(again, *leaves), grads(ours(*leaves), *leaves))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ours(x.bfloat16(), scales[0]).dtype == torch.bfloat16
+    with torch.no_grad():
+        close(ours(*leaves), wanted)
+        assert rms or torch.equal(ours(*leaves), wanted)
+    assert ours(torch.empty(4, 16, device="meta")).device.type == "meta"
+    assert ours(torch.empty(0, 16)).shape == (0, 16)
 
 
 def test_inference_and_autocast(package: Package) -> None:

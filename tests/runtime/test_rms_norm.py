@@ -273,17 +273,6 @@ def test_symbolic_traces_call_pytorchs_function(
     assert torch.allclose(graph(x), model(x), atol=1e-5)
 
 
-def test_jagged_tensors_are_served(package: Package) -> None:
-    rows = [leaf(n, 16, seed=n) for n in (2, 5)]
-    nested = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
-    weight = leaf(16, seed=1)
-    y = package.rms_norm(nested, weight, 1e-6, weight_offset=1.0)
-    wanted = torch.cat([package.rms_norm(t, weight, 1e-6, weight_offset=1.0) for t in rows])
-    assert torch.allclose(y.values(), wanted, atol=1e-6)
-    both = (torch.autograd.grad(t.sin().sum(), (*rows, weight)) for t in (y.values(), wanted))
-    torch.testing.assert_close(*both, atol=1e-5, rtol=1e-5)
-
-
 def test_what_is_no_tensor_is_named(package: Package) -> None:
     for call in (package.rms_norm, package.rmsnorm_forward):
         with pytest.raises(TypeError, match=r"x must be a torch\.Tensor, got list"):
