@@ -167,7 +167,7 @@ def train_once(norm: Any) -> list[torch.Tensor]:
 
 
 def served_by(package: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool, bool]]:
-    """What a package is asked for, and whether it serves."""
+    """The calls that a package is asked for, and whether it serves each."""
     calls: list[tuple[bool, bool, bool]] = []
     route = package._route
 

@@ -1,5 +1,5 @@
-"""What does not fit together is refused in one sentence by the functions of the library that have
-no package of their own."""
+"""Calls that do not fit together are refused in one sentence: those of the library's functions that
+have no package of their own."""
 
 from __future__ import annotations
 

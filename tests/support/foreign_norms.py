@@ -112,4 +112,4 @@ OTHER_NORMS = [
     *(made(PlainRMSNorm, f"{name}RMSNorm", compute) for name, compute in OTHERS.items()),
     *(CentredRMSNorm, ColumnRMSNorm, GatedRMSNorm, BiasedRMSNorm),
 ]
-"""What only looks like an RMSNorm."""
+"""Norms that only look like an RMSNorm."""
