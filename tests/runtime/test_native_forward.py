@@ -34,7 +34,7 @@ from tests.support.native import (
     shifted,
     spread,
     who_served,
-)  # fmt: skip
+)
 
 
 @pytest.fixture

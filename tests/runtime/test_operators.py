@@ -23,7 +23,7 @@ from tests.support.entry_points import (
     same,
     write_layer_norm_package,
     write_package,
-)  # fmt: skip
+)
 from tests.support.fresh import printed_by
 from tests.support.patience import patience
 

@@ -23,7 +23,7 @@ from tests.support.foreign_norms import (
     OffsetRMSNorm,
     PickyRMSNorm,
     PlainRMSNorm,
-)  # fmt: skip
+)
 from tests.support.layer_classes import model_of, step
 
 
