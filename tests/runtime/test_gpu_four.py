@@ -11,10 +11,7 @@ import torch
 
 from tests.support.four_gpus import MODELS, RANKS, STEPS, Trained, train_all
 
-DEVICES = [
-    pytest.param("cuda", marks=pytest.mark.gpu),
-    pytest.param("cpu", marks=pytest.mark.slow),
-]
+DEVICES = [pytest.param("cuda", marks=pytest.mark.gpu), pytest.param("cpu", marks=pytest.mark.slow)]
 
 
 def differing(one: Trained, two: Trained) -> list[str]:

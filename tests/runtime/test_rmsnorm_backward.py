@@ -1,13 +1,12 @@
-"""`rmsnorm_backward` on the CPU: its options and their compositions, tracing, gradients.
-
-The formula serves every call, so what is tested is all that lies around the kernels.
-"""
+"""`rmsnorm_backward` on the CPU: its options and their compositions, tracing, gradients; and the
+formula, which serves every call here: what is tested is all that lies around the kernels."""
 
 from __future__ import annotations
 
 import copy
 import warnings
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,12 +15,21 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from normforge.api import Package
 from normforge.launch.row_layout import dense
+from normforge.serve.call import aten_call
 from normforge.serve.options import PLAIN, Arguments, Options, add_residual, composition
 from normforge.serve.reference import reference_backward
 from normforge.serve.warn_once import WarnOnce
 from normforge.spec import KernelSpec
-from tests.support.entry_points import aten_on_cpu, function_norm, leaf, randn, same, spied
-from tests.support.fake_driver import SPEC
+from tests.support.entry_points import (
+    aten_on_cpu,
+    function_norm,
+    leaf,
+    randn,
+    same,
+    spied,
+    write_package,
+)
+from tests.support.fake_driver import SPEC, tensors
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
@@ -188,8 +196,8 @@ def test_gradient_of_the_backward_is_refused(package: Package) -> None:
     dx, dw, stream = package.rmsnorm_backward(dy, x, rstd, weight, dresidual=dy, dw_out=main_grad)
     assert dw is main_grad and not main_grad.requires_grad and stream is dx
     assert same((dx.detach(), dw), plain[:2])
-    for tensors in ((dy, x), (leaf(4, 8, seed=1), x.detach())):
-        dx, dw = package.rmsnorm_backward(*tensors, rstd, weight)
+    for wanting in ((dy, x), (leaf(4, 8, seed=1), x.detach())):
+        dx, dw = package.rmsnorm_backward(*wanting, rstd, weight)
         for result in (dx, dw):
             with pytest.raises(RuntimeError, match="differentiate the norm"):
                 result.sum().backward()
@@ -325,3 +333,65 @@ def test_no_heads_are_served(package: Package) -> None:
     dx, dw = torch.autograd.grad(y.sum(), (x, weight))
     assert y.shape == dx.shape == x.shape
     assert dw.shape == weight.shape
+
+
+# ---- The formula, and a kernel of PyTorch --------------------------------------------------------
+
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weight"),
+    [
+        *((dtype, None) for dtype in DTYPES),
+        *((dtype, torch.float32) for dtype in DTYPES if dtype != torch.float32),
+    ],
+)
+def test_formula_agrees_with_autograd_in_float64(dtype: torch.dtype, weight: Any) -> None:
+    dy, x, rstd, scale = tensors(64, 96, dtype, weight)
+    dx, dw = reference_backward(dy, x, rstd, scale)
+    wide = [t.double().requires_grad_() for t in (x, scale)]
+    y = torch.nn.functional.rms_norm(wide[0], (96,), wide[1], eps=1e-6)
+    y.backward(dy.double())
+    assert (dx.dtype, dw.dtype) == (x.dtype, scale.dtype)
+    for got, of in ((dx, wide[0]), (dw, wide[1])):
+        # One rounding to the output's dtype, and fp32 in the middle (rstd is fp32 throughout).
+        bound = 2e-6 + torch.finfo(got.dtype).eps
+        error = (got.double() - of.grad).abs() / (1 + of.grad.abs())
+        assert error.max() < bound
+
+
+def test_aten_gets_the_arguments_of_its_schema() -> None:
+    if not hasattr(torch.ops.aten, "_fused_rms_norm_backward"):
+        pytest.skip("this PyTorch has no aten::_fused_rms_norm_backward")
+    seen = []
+
+    def kernel(dy: Any, x: Any, shape: Any, rstd: Any, weight: Any, mask: Any) -> Any:
+        seen.append((list(shape), tuple(rstd.shape), list(mask)))
+        return reference_backward(dy, x, rstd, weight)
+
+    dy, x, rstd, weight = tensors(6, 8)
+    given = (dy.view(2, 3, 8), x.view(2, 3, 8), rstd.flatten())
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("_fused_rms_norm_backward", kernel, "CPU")
+        dx, dw = aten_call(PLAIN)(*given, weight)
+        assert aten_call(Options(need_dw=False))(*given, weight)[1] is None
+        assert aten_call(PLAIN)(*given, None)[1] is None
+    assert seen[0] == ([8], (2, 3, 1), [True, True])
+    assert [mask for _, _, mask in seen[1:]] == [[True, False]] * 2
+    assert (dx.shape, dw.shape) == ((2, 3, 8), (8,))
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_gradient_of_tiny_rows_is_finite(tmp_path: Path, create_graph: bool) -> None:
+    """The square of rstd overflows there. Kernels multiply by it: docs/adopting.md."""
+    package = write_package(tmp_path)
+    x, weight = (randn(4, 64) * 1e-20).requires_grad_(), randn(64, seed=1)
+    dy = randn(4, 64, seed=2)
+    (dx,) = torch.autograd.grad(package.rms_norm(x, weight, 0.0), x, dy, create_graph=create_graph)
+    wide = x.detach().double().requires_grad_()
+    y = torch.nn.functional.rms_norm(wide, (64,), weight.double(), 0.0)
+    (wanted,) = torch.autograd.grad(y, wide, dy.double())
+    assert wanted.abs().max() > 1e19
+    assert torch.allclose(dx.double(), wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
