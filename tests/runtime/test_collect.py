@@ -27,9 +27,10 @@ from normforge.api import Package
 from normforge.operations import RMSNORM_BACKWARD
 from normforge.serve import collect, server
 from normforge.serve.collect import Called, Recorder, collecting
+from normforge.serve.options import composition
 from normforge.serve.rows import RowServer
 from tests.support.entry_points import leaf, routing_on_cpu, write_layer_norm_package
-from tests.support.fresh import run_fresh
+from tests.support.fresh import printed_by
 from tests.support.native import by_autograd, by_backward, in_threads, inputs, learned, rows
 from tests.support.patience import patience
 
@@ -107,8 +108,6 @@ def test_a_call_that_is_made_of_several_counts_once(
     def find(given: Any, options: Any) -> Any:
         if given.dresidual is None:
             return formula(given, options)
-        from normforge.serve.options import composition
-
         composed = composition(given, options, None)
         assert composed is not None
         return package._composed(composed, options)
@@ -271,8 +270,7 @@ def run_side_by_side(programs: list[str], before: str = "import os", **environme
         "        raise SystemExit\n"
         "assert [os.waitpid(child, 0)[1] for child in children] == [0] * len(children)"
     )
-    done = run_fresh(text, REPOSITORY, **environment)
-    assert done.returncode == 0, done.stderr
+    printed_by(text, **environment)
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -458,29 +456,23 @@ def test_an_error_of_a_warning_is_none_of_the_program(
 
 
 @pytest.mark.parametrize(
-    "content", ["shapes: [64x64:bf16]\n", "collected:\n  rmsnorm_backward:\n    64x64:bf16: many\n"]
+    ("content", "said"),
+    [
+        ("shapes: [64x64:bf16]\n", "line "),
+        ("collected:\n  rmsnorm_backward:\n    64x64:bf16: many\n", "line "),
+        (None, "it is no file"),  # a pipe would never end, and root would have replaced /dev/null
+    ],
 )
-def test_a_file_of_something_else_stays_as_it_is(
-    package: Package, tmp_path: Path, content: str
+def test_something_else_is_neither_read_nor_replaced(
+    package: Package, tmp_path: Path, content: str | None, said: str
 ) -> None:
     path = tmp_path / "shapes.yaml"
-    path.write_text(content)
+    path.symlink_to(os.devnull) if content is None else path.write_text(content)
     recorder = normforge.collect(path)
     train(package, 6, 16)
-    with pytest.warns(UserWarning, match="line "):
+    with pytest.warns(UserWarning, match=said):
         recorder.stop()
-    assert path.read_text() == content
-
-
-def test_what_is_no_file_is_neither_read_nor_replaced(package: Package, tmp_path: Path) -> None:
-    """A pipe would never end, and root would have replaced /dev/null itself."""
-    path = tmp_path / "null"
-    path.symlink_to(os.devnull)
-    recorder = normforge.collect(path)
-    train(package, 6, 16)
-    with pytest.warns(UserWarning, match="it is no file"):
-        recorder.stop()
-    assert path.is_symlink()
+    assert path.is_symlink() if content is None else path.read_text() == content
 
 
 def test_more_shapes_than_are_kept_apart_are_said(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
@@ -401,8 +402,6 @@ def test_sums_stay_where_no_kernel_adds(
 
 def test_a_pass_knows_the_rows_that_kernels_add() -> None:
     """The committed package for the H200 is asked with fakes, which need no GPU."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     name = RMSNORM_ADD_FORWARD.name
     source = source_of(REPOSITORY / "generated" / "h200" / name, name)
     added = NormAndAdd(lambda: source, lambda *_: ())

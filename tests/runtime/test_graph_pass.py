@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch._inductor import config
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
@@ -83,9 +85,6 @@ def compiler() -> None:
 def spying() -> tuple[list[tuple[bool, list[str]]], Any]:
     """A custom pass for Inductor, and what it saw: config.epilogue_fusion, and what every graph
     calls. With it nothing is cached."""
-    from torch._inductor import config
-    from torch._inductor.custom_graph_pass import CustomGraphPass
-
     seen = []
 
     class Spy(CustomGraphPass):
@@ -389,8 +388,6 @@ def norm(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 def test_backend_keeps_the_norm_whole_and_routes_it(
     package: Package, monkeypatch: pytest.MonkeyPatch, own_cache: None
 ) -> None:
-    from torch._inductor import config
-
     forwards, backwards = (spied(monkeypatch, package.ops, n) for n in ("_forward", "_backward"))
     compiled = torch.compile(norm, backend=make_backend(package.ops), fullgraph=True)
     x, w = randn(4, 16).requires_grad_(), randn(16, seed=1).requires_grad_()
@@ -404,8 +401,6 @@ def test_backend_keeps_the_norm_whole_and_routes_it(
 
 @needs_whole_forward
 def test_settings_of_the_backend_are_those_of_inductor(package: Package, own_cache: None) -> None:
-    from torch._inductor import config
-
     seen, spy = spying()
     assert config.epilogue_fusion
     backend = make_backend(package.ops, epilogue_fusion=False, post_grad_custom_post_pass=spy)
@@ -421,7 +416,7 @@ def test_settings_of_the_backend_are_those_of_inductor(package: Package, own_cac
 def test_backend_decomposes_as_its_settings_say_all_but_norms(
     package: Package, monkeypatch: pytest.MonkeyPatch, fallback: bool
 ) -> None:
-    from torch._inductor import compile_fx, config
+    from torch._inductor import compile_fx
     from torch._inductor.decomposition import select_decomp_table
 
     given: dict[str, Any] = {}
@@ -438,8 +433,6 @@ def test_backend_decomposes_as_its_settings_say_all_but_norms(
 def test_backend_refuses_another_pass_in_the_place_of_its_own(
     package: Package, own_cache: None
 ) -> None:
-    from torch._inductor import config
-
     _, spy = spying()
     told = "routes its norms in torch._inductor.config.post_grad_custom_pre_pass, where there is a"
     with pytest.raises(ValueError, match=told):

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
@@ -55,9 +58,6 @@ def test_compiled_step_is_one_operator_with_the_bits_of_the_eager_one(
     norm, graphs = filled(package.LayerNorm(16, dtype=torch.bfloat16)), []
 
     def backend(module: Any, inputs: Any) -> Any:
-        from functorch.compile import make_boxed_func
-        from torch._dynamo.backends.common import aot_autograd
-
         def keep(graph: Any, _: Any) -> Any:
             graphs.append({str(n.target) for n in graph.graph.nodes if n.op == "call_function"})
             return make_boxed_func(graph.forward)
@@ -398,8 +398,6 @@ def test_nested_modules_marks_and_other_norms(
 
 
 def test_a_tensor_that_is_on_its_way_is_served(package: LayerNormPackage) -> None:
-    from torch.distributed._functional_collectives import AsyncCollectiveTensor
-
     x = AsyncCollectiveTensor(torch.randn(4, 16))
     y = package.layer_norm(x, leaf(16), leaf(16))
     assert "Native" not in type(y.grad_fn).__name__

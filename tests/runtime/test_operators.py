@@ -14,7 +14,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from normforge.api import Package
 from normforge.frontends import gradients
@@ -133,8 +137,6 @@ def test_inductor_runs_the_operator(package: Package, monkeypatch: pytest.Monkey
 
 
 def test_selective_checkpointing_sees_the_operator(package: Package) -> None:
-    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-
     seen = []
 
     def policy(context: Any, op: Any, *_: Any, **__: Any) -> Any:
