@@ -220,6 +220,10 @@ def test_batch_invariant_norms_have_none(
         invariant.rms_norm(x, weight, bias=weight)
     with pytest.raises(ValueError, match=REFUSED):
         invariant.RMSNorm(1024, bias=True)
+    norm = invariant.RMSNorm(1024)
+    norm.bias = torch.nn.Parameter(weight)  # afterwards
+    with pytest.raises(ValueError, match=REFUSED):
+        norm(x)
     monkeypatch.setattr(package.RMSNorm, "_invariant_class", lambda: invariant.RMSNorm)
     with pytest.raises(ValueError, match=REFUSED):
         package.RMSNorm(1024, bias=True, batch_invariant=True)

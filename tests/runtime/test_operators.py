@@ -22,6 +22,7 @@ from torch.utils.checkpoint import (
 
 from normforge.api import Package
 from normforge.frontends import gradients
+from normforge.frontends.library import Served
 from tests.support.entry_points import (
     grads,
     leaf,
@@ -507,3 +508,23 @@ def test_jacobians_are_vectorized(package: Package) -> None:
 
     for norm in norms(package).values():
         assert torch.allclose(jacobian(norm), jacobian(theirs), atol=1e-5)
+
+
+class Named:
+    """Stands in for what serves the calls of a package."""
+
+    retired = False
+
+    def retire(self) -> None:
+        self.retired = True
+
+    def of_form(self, form: str) -> Any:
+        raise LookupError(form)
+
+
+def test_a_package_that_is_loaded_again_takes_the_place_of_the_first() -> None:
+    served, first, second = Served[Named](), Named(), Named()
+    for package in (first, second):
+        served.add("a", package)
+    assert served("a") is second
+    assert (first.retired, second.retired) == (True, False)

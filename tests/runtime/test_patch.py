@@ -471,3 +471,16 @@ def test_a_norm_with_a_forward_of_its_own_is_left_alone(package: Package) -> Non
     model[0].forward = lambda x: 3 * x
     assert package.patch(model) == ["1"]
     assert type(model[0]) is PlainRMSNorm
+
+
+def test_a_norm_that_differs_where_it_can_be_tried_is_left_alone(package: Package) -> None:
+    """It takes no four dimensions, as one for images takes no two. A casting is believed only of
+    what cannot be tried, or fits wherever it can."""
+
+    class NarrowRMSNorm(CentredRMSNorm):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.dim() == 4:
+                raise ValueError("rows of sequences only")
+            return super().forward(x)
+
+    assert package.patch(NarrowRMSNorm(), casting="torch") == []
