@@ -190,12 +190,13 @@ def test_committed_studies_are_of_todays_code(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("forward", FORWARDS_OF)
-@pytest.mark.parametrize(("gpu", "nvrtc"), [("h200", "13.0"), ("h100", "13.0"), ("gb200", "13.5")])
+@pytest.mark.parametrize("gpu", ["h200", "h100"])
 def test_committed_forwards_are_of_todays_code(
-    gpu: str, nvrtc: str, forward: str, monkeypatch: pytest.MonkeyPatch
+    gpu: str, forward: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each states the code of all that it was chosen from, in the order of the rule."""
-    monkeypatch.setattr(module, "nvrtc_version", lambda: nvrtc)
+    """Each that no study chose states the code of all that it was chosen from, in the order of the
+    rule."""
+    monkeypatch.setattr(module, "nvrtc_version", lambda: "13.0")  # this version measured them
     monkeypatch.setattr(module, "_digests", {})
     table = ForwardTable.load(GENERATED / gpu / FORWARDS_OF[forward])
     assert table is not None

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from generator.evaluate.predict.evaluator import Predictor
+from generator.emulate.evaluator import EmulatingPredictor
 from generator.kernels.geometry import Config
 from generator.kernels.resource_gate import refuse
 from generator.kernels.strategies import is_deterministic, launches
@@ -250,7 +250,7 @@ def test_committed_winners_stay_when_their_finals_are_asked_again(gpu: str) -> N
         space = load_space_once(space_file(study.problem.operation))
         legal = LegalConfigs(space, study.problem, target)
         predicted = study.evidence == "predicted"
-        preference = preference_of(Predictor(target), study.problem) if predicted else None
+        preference = preference_of(EmulatingPredictor(target), study.problem) if predicted else None
         choice = choose(study.finals, legal.rank, study.winner.config, preference)
         assert choice is not None
         assert study.finals[choice.winner][0] == study.winner.config, study.name

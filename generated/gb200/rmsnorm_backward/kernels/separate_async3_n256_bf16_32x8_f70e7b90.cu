@@ -1,5 +1,5 @@
 // Unverified: a model chose this kernel, and it has not run on this GPU.
-// separate_async2_n256_bf16_32x8_69b45649
+// separate_async3_n256_bf16_32x8_f70e7b90
 //
 // RMSNorm backward: dx = rstd * (w * dy - xhat * mean(xhat * w * dy)),
 // dw = sum over rows of dy * xhat, with xhat = x * rstd.
@@ -20,9 +20,9 @@ constexpr int kTeamThreads = 32;  // those of a row, but at least a warp
 constexpr int kRowsAbreast = 1;  // rows that parts of a warp work on side by side
 constexpr int kTeams = 8;  // of a CTA, each with rows of its own
 constexpr int kThreads = 256;  // of one CTA
-constexpr int kRowsInFlight = 2;  // rows that a thread works on at once
-constexpr int kBatchRows = 2;  // rows of a batch: kRowsInFlight * kRowsAbreast
-constexpr int kStages = 2;  // batches under way in shared memory
+constexpr int kRowsInFlight = 1;  // rows that a thread works on at once
+constexpr int kBatchRows = 1;  // rows of a batch: kRowsInFlight * kRowsAbreast
+constexpr int kStages = 3;  // batches under way in shared memory
 constexpr int kStageBarriers = 0;  // transaction barriers of one team's stages
 constexpr int kReload = 1;  // x and dy are read again for dx
 constexpr int kVectorBytes = 16;
@@ -36,14 +36,14 @@ constexpr int kResidual = 0;  // the residual's gradient is added to dx
 constexpr int kResidualBytes = 16;  // beside a vector
 constexpr int kResidualRowBytes = 0;
 constexpr int kPartialStride = 256;  // floats of one row of partial dw
-constexpr int kTailColumns = 16;  // columns of dw that a CTA of the tail sums at once
+constexpr int kTailColumns = 32;  // columns of dw that a CTA of the tail sums at once
 constexpr int kLevels = 1;
 constexpr int kSumThreads = 512;  // of one CTA of the second kernel
 constexpr int kSumsOffset = 0;  // bytes into shared memory
 constexpr int kWeightOffset = 0;  // bytes into shared memory; not args.weight_offset
 constexpr int kBroadcastOffset = 0;
 constexpr int kTilesOffset = 8320;
-constexpr int kBlockBatches = 8;  // batches that are added up at once
+constexpr int kBlockBatches = 16;  // batches that are added up at once
 constexpr int kBlockSumsOffset = 16;
 #define ROW_LOAD ".nc"
 // Rows are asked for with a priority in the L2.

@@ -1,5 +1,5 @@
 // Unverified: a model chose this kernel, and it has not run on this GPU.
-// rmsnorm_invariant_backward_separate_direct_n2048_fp32_128x4_8f61d1a1
+// rmsnorm_invariant_backward_separate_async2_n2048_fp32_128x4_246a4b52
 //
 // RMSNorm backward: dx = rstd * (w * dy - xhat * mean(xhat * w * dy)),
 // dw = sum over rows of dy * xhat, with xhat = x * rstd.
@@ -22,9 +22,9 @@ constexpr int kTeams = 4;  // of a CTA, each with rows of its own
 constexpr int kThreads = 512;  // of one CTA
 constexpr int kRowsInFlight = 1;  // rows that a thread works on at once
 constexpr int kBatchRows = 1;  // rows of a batch: kRowsInFlight * kRowsAbreast
-constexpr int kStages = 1;  // batches under way in shared memory
+constexpr int kStages = 2;  // batches under way in shared memory
 constexpr int kStageBarriers = 0;  // transaction barriers of one team's stages
-constexpr int kReload = 0;  // x and dy are read again for dx
+constexpr int kReload = 1;  // x and dy are read again for dx
 constexpr int kVectorBytes = 16;
 constexpr int kElements = 4;  // elements of x in a vector
 constexpr int kVectors = 4;  // vectors of a row in one thread
@@ -38,7 +38,7 @@ constexpr int kResidualRowBytes = 0;
 constexpr int kPartialStride = 2048;  // floats of one row of partial dw
 constexpr int kTailColumns = 32;  // columns of dw that a CTA of the tail sums at once
 constexpr int kLevels = 1;
-constexpr int kSumThreads = 256;  // of one CTA of the second kernel
+constexpr int kSumThreads = 512;  // of one CTA of the second kernel
 constexpr int kSumsOffset = 0;  // bytes into shared memory
 constexpr int kWeightOffset = 128;  // bytes into shared memory; not args.weight_offset
 constexpr int kBroadcastOffset = 128;
@@ -53,7 +53,7 @@ constexpr int kRunsWrittenOffset = 73872;
 #define ROW_POLICY ".reg .b64 policy; createpolicy.fractional.L2::evict_last.b64 policy, 1.0; "
 #define ROW_HINT ".L2::cache_hint"
 #define ROW_OPERAND ", policy"
-#define ROW_STORE ".cs"
+#define ROW_STORE ""
 #define LEAST_COLUMNS 2048  // of a row
 
 #include "primitives.cuh"
@@ -102,7 +102,7 @@ struct Arguments {
 
 #include "runs.cuh"
 
-#include "rows_direct.cuh"
+#include "rows_async.cuh"
 
 
 // ---- The weight -----------------------------------------------------------------------------
@@ -222,4 +222,4 @@ extern "C" __global__ void  rmsnorm_invariant_backward(ARGUMENTS(Arguments, args
   }
 }
 
-// Headers: templates/*.cuh, revision c99a27e7ed45
+// Headers: templates/*.cuh, revision dd7deb0b0480
