@@ -17,7 +17,7 @@ from optuna.trial import FrozenTrial
 from generator.kernels.geometry import Config
 from generator.kernels.knobs import KNOBS
 from generator.kernels.strategies import is_deterministic
-from generator.kernels.variant import make_variant
+from generator.kernels.variant import kernel_of
 from generator.paths import GENERATED
 from generator.space.legal_configs import LegalConfigs
 from generator.space.space import Space
@@ -246,9 +246,10 @@ def test_no_committed_trial_is_orphaned(gpu: str, evidence: str) -> None:
         space = space_of(facts.problem.operation)
         legal.append(LegalConfigs(space, facts.problem, target))
     for number, config in trials:
-        full = legal[number].complete(config)
-        assert [*full] == [knob.name for knob in legal[number].space.knobs]
-        assert all(value in KNOBS[knob].domain for knob, value in full.items())
+        full, knobs = legal[number].complete(config), legal[number].space.knobs
+        assert [*full] == [knob.name for knob in knobs]
+        domains = ({*knob.values} | {*KNOBS[knob.name].domain} for knob in knobs)
+        assert all(value in domain for value, domain in zip(full.values(), domains, strict=True))
     for number, config in trials[::20]:
         assert legal[number].today(config) is not None
-        assert make_variant(config, legal[number].problem).id
+        assert kernel_of(config, legal[number].problem).id
