@@ -26,7 +26,7 @@ from generator.kernels.code_digest import compiler_input
 from generator.kernels.nvrtc import compile_source, nvrtc_version
 from generator.package.sources import variant_of
 from generator.paths import GENERATED, header_folders
-from normforge.table import ForwardKernel, ForwardTable, Kernel, Table
+from normforge.table import TABLE, ForwardKernel, ForwardTable, Kernel, Table
 
 Stored = Kernel | ForwardKernel
 
@@ -116,7 +116,8 @@ def packages_of(gpus: Sequence[str]) -> list[Path]:
     folders = []
     for gpu in gpus:
         main_package = GENERATED / gpu / "rmsnorm_backward"
-        folders += sorted(main_package.parent.glob("*_backward")) or [main_package]
+        tables = sorted(main_package.parent.glob(f"*/{TABLE}"))
+        folders += [table.parent for table in tables] or [main_package]
     return folders
 
 
@@ -128,7 +129,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     args = parser.parse_args(arguments)
     sound = True
-    for folder in packages_of(args.gpu) if args.gpu else sorted(GENERATED.glob("*/*_backward")):
+    every = sorted(path.name for path in GENERATED.glob("*/") if any(path.glob(f"*/{TABLE}")))
+    for folder in packages_of(args.gpu or every):
         try:
             package = open_package(folder)
         except (OSError, ValueError) as error:
