@@ -96,27 +96,27 @@ class Wrapped(torch.Tensor):
     """A tensor around another one, which keeps the names of the operators that it is given to."""
 
     inner: torch.Tensor
-    names: list[str]
+    seen: list[str]
 
     @staticmethod
-    def __new__(cls, inner: torch.Tensor, names: list[str]) -> Wrapped:
+    def __new__(cls, inner: torch.Tensor, seen: list[str]) -> Wrapped:
         found = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
-        found.inner, found.names = inner, names
+        found.inner, found.seen = inner, seen
         return found  # type: ignore[no-any-return]
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, _: Any, given: Any, named: Any = None) -> Any:
-        (names,) = (one.names for one in given if isinstance(one, Wrapped))
-        names.append(str(function))
+        (seen,) = (one.seen for one in given if isinstance(one, Wrapped))
+        seen.append(str(function))
         inner = (one.inner if isinstance(one, Wrapped) else one for one in given)
         return function(*inner, **(named or {}))
 
 
 def test_a_subclass_is_asked_for_the_operator_and_nothing_below(package: Package) -> None:
-    x, weight, names = randn(4, 16), randn(16, seed=1), list[str]()
-    y, _ = package.ops.rms_norm(Wrapped(x, names), weight, 1e-6, 0.0, package.name)
+    x, weight, seen = randn(4, 16), randn(16, seed=1), list[str]()
+    y, _ = package.ops.rms_norm(Wrapped(x, seen), weight, 1e-6, 0.0, package.name)
     assert torch.equal(y, package.rms_norm(x, weight, 1e-6))
-    assert len(names) == 1 and names[0].startswith("normforge.rms_norm"), names
+    assert len(seen) == 1 and seen[0].startswith("normforge.rms_norm"), seen
 
 
 def test_operator_tries_the_quick_call_for_plain_arguments_alone(
