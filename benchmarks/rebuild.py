@@ -111,8 +111,11 @@ def report(package: Opened, drawn: Sequence[Stored], processes: int, sources: bo
     return not any(one.proves for one in different)
 
 
-def packages_of(gpus: Sequence[str]) -> list[Path]:
-    """The folders of all packages for some GPUs; for one that has none, of its main package."""
+def packages_of(gpus: Sequence[str] | None) -> list[Path]:
+    """The folders of all packages, or of those for some GPUs; for one that has none, of its main
+    package."""
+    if gpus is None:
+        return sorted(table.parent for table in GENERATED.glob(f"*/*/{TABLE}"))
     folders = []
     for gpu in gpus:
         main_package = GENERATED / gpu / "rmsnorm_backward"
@@ -129,8 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     args = parser.parse_args(arguments)
     sound = True
-    every = sorted(path.name for path in GENERATED.glob("*/") if any(path.glob(f"*/{TABLE}")))
-    for folder in packages_of(args.gpu or every):
+    for folder in packages_of(args.gpu):
         try:
             package = open_package(folder)
         except (OSError, ValueError) as error:

@@ -14,11 +14,8 @@ MOST_FEW = 256
 
 def few_rows() -> str:
     """Kernels of the nearest tuned M beside fallback kernels, by the number of rows."""
-    by_rows: dict[int, list[dict[str, Any]]] = {}
-    for row in read("few_rows_h200")["rows"]:
-        by_rows.setdefault(int(row["shape"].split("x")[0]), []).append(row)
     lines = []
-    for M, rows in sorted(by_rows.items()):
+    for M, rows in _by_rows("few_rows_h200"):
         nearest = [_of(row, row["chosen"]) for row in rows]
         fallback = [
             [kernel["ratio"] for kernel in row["kernels"] if kernel["how"] == "fallback"]
@@ -41,22 +38,22 @@ def few_rows() -> str:
 def few_rows_tuned() -> str:
     """Kernels that were tuned for few rows beside those that served these before, under
     rotation."""
-    by_rows: dict[int, list[dict[str, Any]]] = {}
-    for row in read("packages_more_h100")["rows"]:
-        M = int(row["shape"].split("x")[0])
+    lines = []
+    for M, rows in _by_rows("packages_more_h100"):
+        times = [row["rotation"] for row in rows]
+        above = max(each["floor_us"] * (each["after"] - 1) for each in times)
+        means = (_mean(each[side] for each in times) for side in ("before", "after"))
         if M <= MOST_FEW:
-            by_rows.setdefault(M, []).append(row["rotation"])
-    lines = [
-        (
-            str(M),
-            str(len(rows)),
-            _mean(each["before"] for each in rows),
-            _mean(each["after"] for each in rows),
-            f"{max(each['floor_us'] * (each['after'] - 1) for each in rows):.1f} us",
-        )
-        for M, rows in sorted(by_rows.items())
-    ]
+            lines.append((str(M), str(len(rows)), *means, f"{above:.1f} us"))
     return table(("M", "shapes", "before", "tuned", "most above the floor"), lines)
+
+
+def _by_rows(name: str) -> list[tuple[int, list[dict[str, Any]]]]:
+    """Return the rows of a results file by their M, the least first."""
+    found: dict[int, list[dict[str, Any]]] = {}
+    for row in read(name)["rows"]:
+        found.setdefault(int(row["shape"].split("x")[0]), []).append(row)
+    return sorted(found.items())
 
 
 def _mean(ratios: Iterable[float]) -> str:

@@ -30,7 +30,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.command import OPTIONS
 from benchmarks.gpu import open_session, target_of
-from benchmarks.peers.peer import installed_version
 from benchmarks.results import machine, module_facts, write_json
 from benchmarks.training.steps import TOKENS
 from generator.evaluate.gpu.order import balanced_orders
@@ -69,35 +68,38 @@ MODELS: dict[str, dict[str, int]] = {
         "num_key_value_heads": 32,
     },
 }
-"""The sizes of Llama 3 8B, Qwen 3 1.7B, Gemma 3 4B and OLMo 2 7B."""
+"""The sizes of the models of TITLES."""
 TITLES = {
     "llama": "Llama 3 8B",
     "qwen3": "Qwen 3 1.7B",
     "gemma3": "Gemma 3 4B",
     "olmo2": "OLMo 2 7B",
 }
-CLASSES = {"llama": "Llama", "qwen3": "Qwen3", "gemma3": "Gemma3", "olmo2": "Olmo2"}
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way to run a layer. patched: its norms are served; fuse: with their neighbours; backend: of
-    torch.compile, "normforge" for `inductor_backend()` and None for eager code."""
+    """A way to run a layer, with its title in tables. patched: its norms are served; fuse: with
+    their neighbours; backend: of torch.compile, "normforge" for `inductor_backend()` and None for
+    eager code."""
 
+    title: str
     patched: bool = False
     fuse: bool = False
     backend: str | None = None
 
 
 WAYS = {
-    "eager": Way(),
-    "eager_patched": Way(patched=True),
-    "eager_fused": Way(patched=True, fuse=True),
-    "inductor": Way(backend="inductor"),
-    "backend": Way(backend="normforge"),
-    "patched": Way(patched=True, backend="inductor"),
-    "fused": Way(patched=True, fuse=True, backend="inductor"),
-    "both": Way(patched=True, fuse=True, backend="normforge"),
+    "eager": Way("eager"),
+    "eager_patched": Way("eager, `patch`", patched=True),
+    "eager_fused": Way("eager, `patch(fuse=True)`", patched=True, fuse=True),
+    "inductor": Way("Inductor", backend="inductor"),
+    "backend": Way("`inductor_backend()`", backend="normforge"),
+    "patched": Way("`patch`, Inductor", patched=True, backend="inductor"),
+    "fused": Way("`patch(fuse=True)`, Inductor", patched=True, fuse=True, backend="inductor"),
+    "both": Way(
+        "`patch(fuse=True)`, `inductor_backend()`", patched=True, fuse=True, backend="normforge"
+    ),
 }
 PRODUCTS = re.compile(
     r"gemm|cutlass|nvjet|xmma|cublas|splitk|sm\d+_|flash|fmha|cudnn|attention", re.I
@@ -111,7 +113,7 @@ class Layer(torch.nn.Module):
     def __init__(self, model: str, length: int, sizes: dict[str, int], device: str) -> None:
         super().__init__()
         module = import_module(f"transformers.models.{model}.modeling_{model}")
-        name = CLASSES[model]
+        name = model.capitalize()
         config = getattr(module, f"{name}TextConfig" if model == "gemma3" else f"{name}Config")(
             **sizes, num_hidden_layers=1, vocab_size=32, pad_token_id=0
         )
@@ -227,14 +229,15 @@ def main(argv: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         parser.error("this needs a GPU")
     layers: dict[str, dict[str, Any]] = {}
+    document = {"environment": environment(args.length), "layers": layers} if args.out else None
     for model in models:
         layers[model] = {}
         for way, steps in measure(model, ways, args.length, args.rounds).items():
             print(report(model, way, steps), flush=True)
             whole, others, by_name = summary(steps)
             layers[model][way] = {"ms": whole, "others_ms": others, "kernels": by_name}
-        if args.out:
-            write_json(args.out, {"environment": environment(args.length), "layers": layers})
+        if document:
+            write_json(args.out, document)
     return 0
 
 
@@ -245,8 +248,7 @@ def environment(length: int) -> dict[str, Any]:
     gpu = target_of(session.facts).name
     tables = sorted((GENERATED / gpu).glob(f"*/{TABLE}"))
     modules = {path.parent.name: module_facts(path.parent)["digest"] for path in tables}
-    facts = {"transformers": installed_version("transformers"), "modules": modules}
-    return {**machine(session.facts), "tokens": TOKENS, "length": length, **facts}
+    return {**machine(session.facts), "tokens": TOKENS, "length": length, "modules": modules}
 
 
 if __name__ == "__main__":

@@ -182,9 +182,8 @@ class Steps:
 
 def measure(case: Case, rounds: int, warmups: int, process: int) -> dict[str, Any]:
     """Measure a case in one process: milliseconds of every step by way, why ways are missing, and
-    the GPU's `uuid`.
-    The first of several processes, number 0, also finds out whether bits repeat and, of eager
-    steps, what norms take."""
+    the GPU's `uuid`. The first of several processes, number 0, also finds out whether bits repeat
+    and, of eager steps, what norms take."""
     steps = Steps(case, torch.device("cuda"))
     found: dict[str, Any] = {"ms": steps.time(rounds, warmups, process), "missing": steps.reasons}
     found["uuid"] = str(torch.cuda.get_device_properties(0).uuid)

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import comb
-from operator import truediv
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -66,9 +65,9 @@ class Measured:
         found = {}
         for name in WAYS:
             medians = [
-                median(map(truediv, process["ms"][BASELINE], process["ms"][name]))
-                for process in self.processes
-                if name in process["ms"]
+                median(base / own for base, own in zip(ms[BASELINE], ms[name], strict=True))
+                for ms in (process["ms"] for process in self.processes)
+                if name in ms
             ]
             if medians and name != BASELINE:
                 found[name] = Gain.of(medians)
