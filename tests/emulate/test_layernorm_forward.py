@@ -3,7 +3,6 @@ mean and variance are hard to compute."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +10,8 @@ import pytest
 import torch
 
 from generator.emulate import check_variant, find_compiler
-from generator.emulate.check import CPU, check_source, small_launch
+from generator.emulate.check import CPU
 from generator.emulate.run import CallOptions
-from generator.kernels.render import render
 from generator.kernels.variant import Variant
 from generator.operations import LAYERNORM_FORWARD
 from generator.operations.rows import make_reference
@@ -41,19 +39,6 @@ def problem_of(shape: str) -> Problem:
 
 def small(problem: Problem, target: Target, **knobs: int | str) -> Variant:
     return plain_variant(replace(problem, M=4096), target, strategy="none", **knobs)
-
-
-@pytest.mark.parametrize("pipeline", PIPELINES)
-@pytest.mark.parametrize("shape", ["42x1024:bf16", "33x1024:fp16:fp32", "21x512:fp32+offset"])
-def test_every_schedule_gives_one_set_of_right_bits(
-    shape: str, pipeline: str, target: Target
-) -> None:
-    problem = problem_of(shape)
-    variant = small(problem, target, **PIPELINES[pipeline])
-    check = check_variant(variant, problem, schedules=5, seed=2026, all_rows=True)
-    assert check.problems == ()
-    assert check.distinct_results == 1
-    assert check.errors.keys() == OUTPUTS
 
 
 @pytest.mark.parametrize("pipeline", ["bulk", "async"])
@@ -90,49 +75,6 @@ def test_narrow_rows_and_rows_that_threads_do_not_divide(
     assert check_variant(variant, problem, schedules=3, all_rows=True).problems == ()
 
 
-PLANTED = {
-    "no bias": (
-        *("weight_of(w, i, args.weight_offset), element<WeightElement>(added.words, i)",),
-        *("weight_of(w, i, args.weight_offset), 0.0f", r"y\[.* are off"),
-    ),
-    "a sum of one warp alone": ("row_sum(later_sum);", "", r"rstd\[.* are off"),
-    "threads beyond the row add the mean": (
-        *("if (!rows.owns(j, rows.column(j))) continue;", "", r"rstd\[.* are off"),
-    ),
-    "no first mean": ("i), -sum[u])", "i), 0.0f)", r"mean\[.* are off"),
-    "the sum of x - mean is no part of y": (
-        "centred, out_rstd, shift)",
-        "centred, out_rstd, 1.0f)",
-        r"y\[.* are off",
-    ),
-    "no squares": ("__fmaf_rn(centred, centred,", "__fadd_rn(centred,", r"rstd\[.* are off"),
-    "every thread writes the mean": (" && row_thread() == 0", "", r"writes mean\[\d+\] a second"),
-}
-
-
-@pytest.mark.parametrize("bug", PLANTED)
-def test_planted_wrong_kernel_is_caught(bug: str, target: Target) -> None:
-    old, new, said = PLANTED[bug]
-    problem = problem_of("42x1000:bf16")
-    variant = small(problem, target, threads_per_row=128)
-    source = render(variant)
-    assert old in source
-    spec, launch = small_launch(variant, problem.M)
-    check = check_source(source.replace(old, new), spec, launch, problem, schedules=3)
-    assert any(re.search(said, one) for one in check.problems), check.problems
-
-
-@pytest.mark.parametrize("shape", ["42x1024:fp32", "42x1024:bf16"])
-def test_any_eps_is_that_of_the_call(shape: str, target: Target) -> None:
-    problem = problem_of(shape)
-    given = LAYERNORM_FORWARD.make_inputs(problem, CPU)
-    inputs = replace(given, x=given.x * 0.01, eps=0.25)
-    found = run_to_one_result(small(problem, target), inputs)
-    for name, bound in LAYERNORM_FORWARD.bounds(problem, inputs).items():
-        error = (found[name].double() - bound.reference.double()).abs()
-        assert (error <= 1.01 * bound.unit * bound.reference.abs() + bound.slack).all(), name
-
-
 @pytest.mark.parametrize("weight_in", ["registers", "smem"])
 @pytest.mark.parametrize("shape", ["42x1024:bf16", "42x1024:fp16:fp32"])
 def test_a_call_may_do_without_any_tensor(shape: str, weight_in: str, target: Target) -> None:
@@ -151,15 +93,6 @@ def test_a_call_may_do_without_any_tensor(shape: str, weight_in: str, target: Ta
         found = run_to_one_result(variant, inputs, CallOptions(without=frozenset({left_out})))
         assert found.keys() == OUTPUTS - {left_out}
         assert all(torch.equal(result, plain[name]) for name, result in found.items())
-
-
-def test_rows_are_read_where_they_lie(target: Target) -> None:
-    problem = problem_of("42x1024:bf16")
-    variant = small(problem, target)
-    inputs = LAYERNORM_FORWARD.make_inputs(problem, CPU)
-    plain = run_to_one_result(variant, inputs)
-    packed = run_to_one_result(variant, inputs, CallOptions(inner=7))
-    assert all(torch.equal(packed[name], plain[name]) for name in OUTPUTS)
 
 
 # ---- Accuracy ------------------------------------------------------------------------------------

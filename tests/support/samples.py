@@ -16,6 +16,7 @@ from typing import Any
 from hypothesis import reject
 from hypothesis import strategies as st
 
+from generator.errors import NormforgeError
 from generator.kernels.compile_pool import CompilePool
 from generator.kernels.cubin_cache import compile_variant
 from generator.kernels.geometry import Config
@@ -96,17 +97,28 @@ def drawn_variant(
     return make_variant(config, problem) if config else None
 
 
+def legal_variant(problem: Problem, target: Target, **knobs: int | str) -> Variant | str:
+    """Return the conservative config with `knobs` changed, or what its space has against it."""
+    widest = next(v for v in (16, 8, 4, 2) if problem.N * problem.itemsize % v == 0)
+    config: Config = {"vector_bytes": widest, **PLAIN, **knobs}
+    space = space_of(problem.operation)
+    try:
+        config = space.normalize(config, problem, target)
+    except NormforgeError as error:
+        return str(error)
+    if {**config, **knobs} != config:
+        return "the space leaves no choice in one of these knobs"
+    rejection = space.reject(config, problem, target)
+    return make_variant(config, problem) if rejection is None else str(rejection)
+
+
 def plain_variant(problem: Problem | str, target: Target, **knobs: int | str) -> Variant:
     """The conservative config with `knobs` changed, which has to be legal."""
     if isinstance(problem, str):
         problem = Problem.parse(problem)
-    widest = next(v for v in (16, 8, 4, 2) if problem.N * problem.itemsize % v == 0)
-    config: Config = {"vector_bytes": widest, **PLAIN, **knobs}
-    space = space_of(problem.operation)
-    config = space.normalize(config, problem, target)
-    assert not (rejection := space.reject(config, problem, target)), rejection
-    assert {**config, **knobs} == config, "the space leaves no choice in one of these knobs"
-    return make_variant(config, problem)
+    found = legal_variant(problem, target, **knobs)
+    assert isinstance(found, Variant), found
+    return found
 
 
 def sm_of(cubin: bytes) -> int:
