@@ -174,7 +174,8 @@ class Decompositions(dict[Any, Callable[..., Any]]):
         from torch._inductor.decomposition import select_decomp_table
 
         self._norm = norm.layer
-        kept = [op for op in norm_operators(norm) if op._schema.name in norm.routes]
+        names = norm.routes.keys() - norm.fused
+        kept = [op for op in norm_operators(norm) if op._schema.name in names]
         super().__init__((op, fn) for op, fn in select_decomp_table().items() if op not in kept)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -162,6 +162,7 @@ class LayerNormOperators(NormOperators):
     layer = "LayerNorm"
     aten = ("native_layer_norm", "native_layer_norm_backward")
     routes = LAYER_NORM_ROUTES
+    fused = frozenset(("aten::native_layer_norm",))
     served: ClassVar[Served[LayerNormOperators]] = Served()
     layer_norm: ClassVar[Any]
     layer_norm_backward: ClassVar[Any]

@@ -1,5 +1,5 @@
-"""Leads PyTorch's backward of LayerNorm to a package, under `install()` and in graphs, and back
-where there is no kernel."""
+"""Leads PyTorch's LayerNorm in graphs, and its backward also under `install()`, to a package, and
+back where there is no kernel."""
 
 from __future__ import annotations
 
@@ -91,11 +91,33 @@ LAYER_NORM = Routed(
 )
 
 
+def _route_layer_norm(node: Node, operators: Any) -> bool:
+    """Route a forward where the package has kernels of it at all."""
+    given = arguments_of(node)
+    x, weight, bias, shape = (
+        given[name] for name in ("input", "weight", "bias", "normalized_shape")
+    )
+    if getattr(operators.by_kernel, "missing", "no package") or len(getitems(node)) < len(
+        node.users
+    ):
+        return False
+    if not (takes(x, weight, shape) and takes(x, bias, shape)):
+        return False
+    rstd = (node.meta.get("val") or [None])[-1]
+    # What takes narrow statistics may stay PyTorch's, and the operator gives wide ones.
+    if not _is_wide(getattr(rstd, "dtype", None), x):
+        return False
+    arguments = (x, None, weight, bias, given["eps"], operators.package)
+    replace_node(node, operators.layer_norm, arguments)
+    return True
+
+
 def _route_layer_norm_backward(node: Node, operators: Any) -> bool:
     given = arguments_of(node)
     x, weight, bias, rstd = given["input"], given["weight"], given["bias"], given["rstd"]
     need_dx, *sums = given["output_mask"]
-    if not takes(x, weight, given["normalized_shape"]) or not _saved_wide(x, rstd):
+    kind = _dtype(rstd)
+    if not takes(x, weight, given["normalized_shape"]) or not (kind is None or _is_wide(kind, x)):
         return False
     if of_tiny_eps(rstd):
         return False
@@ -131,11 +153,13 @@ def _dtype(given: Any) -> torch.dtype | None:
     return getattr(given.meta.get("val"), "dtype", None) if isinstance(given, Node) else None
 
 
-def _saved_wide(x: Any, rstd: Any) -> bool:
-    """Return True if rstd is of a dtype that the operators take; PyTorch's LayerNorm of narrow rows
-    saves narrow ones on the CPU."""
-    return _dtype(rstd) in (None, torch.float32) or _dtype(rstd) == _dtype(x) == torch.float64
+def _is_wide(kind: torch.dtype | None, x: Any) -> bool:
+    """Return True if the operators take statistics of this dtype; PyTorch's LayerNorm of narrow
+    rows saves narrow ones on the CPU."""
+    return kind == torch.float32 or kind == _dtype(x) == torch.float64
 
 
-LAYER_NORM_ROUTES: Routes = {"aten::native_layer_norm_backward": _route_layer_norm_backward}
-"""The forward stays PyTorch's."""
+LAYER_NORM_ROUTES: Routes = {
+    "aten::native_layer_norm": _route_layer_norm,
+    "aten::native_layer_norm_backward": _route_layer_norm_backward,
+}

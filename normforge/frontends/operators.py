@@ -56,6 +56,8 @@ class NormOperators:
     """PyTorch's operators of it, forward and backward."""
     routes: ClassVar[Routes]
     """The routes from those to the operators here, in a graph."""
+    fused: ClassVar[frozenset[str]] = frozenset()
+    """The routed operators that `inductor_backend` leaves to Inductor, which fuses them."""
     served: ClassVar[Served[Any]]
     """The servers of all packages."""
     all: ClassVar[tuple[Any, ...]]

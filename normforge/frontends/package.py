@@ -87,10 +87,10 @@ class NormPackage(Server):
         return make_pass(self.ops, how, inductor_configs)
 
     def inductor_backend(self, **inductor_configs: Any) -> Callable[..., Any]:
-        """A backend for torch.compile: Inductor, with PyTorch's norms of this package's kind (only
-        their backward, if the package has no forward), and RMSNorms that a model writes out, served
-        by this package. inductor_configs: settings of torch._inductor.config, which override those
-        that torch.compile's `mode` and `options` name."""
+        """A backend for torch.compile: Inductor, with PyTorch's norms of this package's kind (of
+        LayerNorm only the backward), and RMSNorms that a model writes out, served by this package.
+        inductor_configs: settings of torch._inductor.config, which override those that
+        torch.compile's `mode` and `options` name."""
         return make_backend(self.ops, **inductor_configs)
 
     def unpatch(self, model: torch.nn.Module) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 from normforge.api import Package
-from normforge.frontends.graph_pass import find_norms, route, tag
+from normforge.frontends.graph_pass import Decompositions, find_norms, route, tag
 from normforge.frontends.layer_norm import LayerNormPackage
 from normforge.frontends.layer_norm_operators import LayerNormOperators
 from normforge.frontends.library import namespace
@@ -344,6 +344,66 @@ def test_every_backward_is_routed_and_the_numbers_stay(
             if node.op == "call_function" and node.target is ATEN.select.int:
                 row, both = node.meta["val"], node.args[0].meta["val"]
                 assert (both.shape, both.dtype) == ((2, *row.shape), row.dtype)
+
+
+@pytest.fixture
+def with_forward(tmp_path: Path) -> LayerNormPackage:
+    """A package that has kernels of the forward, which serve no rows of the CPU."""
+    package = write_layer_norm_package(tmp_path)
+    package._kernels.by(lambda: cast(Any, lambda device: None))
+    return package
+
+
+def forwards(module: torch.fx.GraphModule) -> int:
+    return len(find_norms(module.graph, LayerNormOperators)) - backwards(module)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_forwards_are_routed_where_the_package_has_them(
+    package: LayerNormPackage, with_forward: LayerNormPackage, dtype: torch.dtype
+) -> None:
+    given = [one.to(dtype) for one in inputs(3)]
+    module = make_fx(step_of, tracing_mode="fake")(*given)
+    wanted = module(*given)
+    assert forwards(route(make_fx(step_of, tracing_mode="fake")(*given), package.ops)) == 3
+    with_forward.graph_pass()(module)
+    assert find_norms(module.graph, LayerNormOperators) == []
+    torch.testing.assert_close(module(*given), wanted, atol=1e-4, rtol=1e-4)
+    norms = [n for n in module.graph.nodes if n.target is with_forward.ops.layer_norm]
+    assert [norm.args[-2:] for norm in norms] == [(1e-5, with_forward.name)] * 3
+    assert [value.dtype for value in norms[0].meta["val"]] == [dtype] * 4
+
+
+def test_forwards_that_the_operator_does_not_take_stay(with_forward: LayerNormPackage) -> None:
+    def norm(x: Any, *scales: Any, shape: tuple[int, ...] = (16,)) -> Any:
+        return ATEN.native_layer_norm(x, shape, *scales, 1e-5)
+
+    x, weight, bias = inputs()
+    steps: dict[str, tuple[Any, list[Any]]] = {
+        "two dimensions": (lambda x: norm(x, None, None, shape=(4, 16)), [x]),
+        "narrow statistics": (norm, [one.bfloat16() for one in (x, weight, bias)]),
+        "statistics of an unknown dtype": (norm, [x, weight, bias]),
+    }
+    for what, (step, given) in steps.items():
+        module = make_fx(step, tracing_mode="fake")(*given)
+        if "unknown" in what:
+            for node in module.graph.nodes:
+                node.meta.pop("val", None)
+        assert forwards(route(module, with_forward.ops)) == 1, what
+    everything = torch.fx.Graph()
+    made = everything.call_function(
+        ATEN.native_layer_norm.default, (everything.placeholder("x"), [16], None, None, 1e-5)
+    )
+    made.meta["val"] = (x, x, x)
+    everything.output(made)
+    module = torch.fx.GraphModule(torch.nn.Module(), everything)
+    assert forwards(route(module, with_forward.ops)) == 1, "somebody takes three results"
+
+
+def test_the_backend_leaves_the_forward_to_inductor(with_forward: LayerNormPackage) -> None:
+    kept = Decompositions(with_forward.ops)
+    assert ATEN.native_layer_norm.default in kept
+    assert ATEN.native_layer_norm_backward.default not in kept
 
 
 @pytest.mark.parametrize("mask", [[a, b, c] for a in (0, 1) for b in (0, 1) for c in (0, 1)])
