@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -17,16 +17,14 @@ from .frontends.gated_patch import log_left
 from .frontends.module import RMSNorm
 from .frontends.norm_add import NormAndAdd
 from .frontends.operators import Operators
-from .frontends.package import NormPackage
+from .frontends.package import NormPackage, Shape
 from .frontends.patch import patch, unpatch
 from .frontends.rms_norm import Norm
-from .serve.checks import dtype_name
 from .serve.forward import Forward
 from .serve.kernels import Source
 from .serve.options import Arguments, Options
 from .serve.reference import Results
-from .table import Kernel
-from .torch_internals import raw_stream, watched
+from .torch_internals import watched
 
 
 class Package(NormPackage):
@@ -222,71 +220,6 @@ class Package(NormPackage):
         assert self._native.take is not None
         self._installation.use_native(self._native.take)
 
-    def warmup(
-        self,
-        shapes: Iterable[tuple[Any, ...]],
-        device: torch.device | int | None = None,
-        *,
-        offset: bool = False,
-        residual: str | torch.dtype | None = None,
-    ) -> None:
-        """Load the forward and backward kernels of some shapes, and reserve the workspace of the
-        current stream, so that no later call has to.
-
-        Args:
-            shapes: each (M, N, dtype) or (M, N, dtype, weight dtype), with dtypes as in `explain`.
-                Shapes without rows (M = 0) or without a kernel are skipped.
-            device: the CUDA device; by default the current one.
-            offset: for calls with a weight_offset. If no kernel has this option itself, the kernels
-                that such a call is composed of are loaded.
-            residual: for calls with a residual stream (a dresidual) of that dtype, as in `explain`.
-
-        Raises:
-            ValueError: for an impossible shape or dtype.
-            RuntimeError: without a CUDA device.
-            LaunchError: if the driver refuses.
-        """
-        named = [_named(shape) for shape in shapes]
-        option = "" if residual is None else dtype_name(residual)
-        if not torch.cuda.is_available():
-            raise RuntimeError("warmup needs a CUDA device, and PyTorch finds none")
-        named = [shape for shape in named if shape[0] > 0]
-        with torch.cuda.device(device):
-            for forward in self._norm.forwards():
-                forward.warmup(named, option)
-            index = torch.cuda.current_device()
-            stream = raw_stream(index)
-            workspace = self._workspaces.of_stream(index, stream)
-            for shape in named:
-                kernel = self._kernel_for(index, shape, offset, option)
-                if kernel is None:
-                    continue
-                self._source(index).loaded.get(kernel).load(index)
-                plan = self._launch(kernel.spec, shape[0])
-                with workspace.lock:
-                    workspace.fit(plan)
-                if self._native.reserve is not None and not (offset or residual):
-                    self._native.reserve(index, stream, plan)
-
-    def _kernel_for(
-        self, device: int, shape: tuple[int, int, str, str], offset: bool, residual: str
-    ) -> Kernel | None:
-        """The kernel that serves a call with these options, directly or in a composition."""
-        kernel = self._best(device, shape, offset, residual).kernel
-        if offset and not (kernel and kernel.spec.offset):
-            # An fp32 weight takes the offset; a residual that this kernel lacks is added before.
-            left = kernel.spec.residual if kernel else ""
-            return self._kernel_for(device, (*shape[:3], "fp32"), False, left)
-        return kernel
-
-
-def _named(shape: tuple[Any, ...]) -> tuple[int, int, str, str]:
-    """A shape of `warmup` with the names of both dtypes. Raises ValueError."""
-    sized = isinstance(shape, (tuple, list)) and len(shape) in (3, 4)
-    if not sized or not all(isinstance(size, int) for size in shape[:2]):
-        raise ValueError(f"a shape is a tuple like (4096, 8192, 'bf16'), got {shape!r}")
-    M, N, dtype, weight_dtype = (*shape, None)[:4]
-    name = dtype_name(dtype)
-    if M < 0 or N < 1:
-        raise ValueError(f"M must be at least 0 and N at least 1, got M={M} and N={N}")
-    return M, N, name, name if weight_dtype is None else dtype_name(weight_dtype)
+    def _load_forwards(self, shapes: list[Shape], residual: str) -> None:
+        for forward in self._norm.forwards():
+            forward.warmup(shapes, residual)

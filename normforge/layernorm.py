@@ -27,6 +27,7 @@ __all__ = [
     "patch",
     "uninstall",
     "unpatch",
+    "warmup",
 ]
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     patch = _package.patch
     uninstall = _package.uninstall
     unpatch = _package.unpatch
+    warmup = _package.warmup
 else:
     __getattr__ = names_of(chosen_package, "layernorm_backward", __name__, __all__)
 

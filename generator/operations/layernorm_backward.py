@@ -34,6 +34,7 @@ LAYERNORM_BACKWARD = row_operation(
             "patch",
             "uninstall",
             "unpatch",
+            "warmup",
         ),
     ),
     make_inputs=partial(make_inputs, operations.LAYERNORM_BACKWARD, Inputs, centres=_CENTRES),

@@ -30,7 +30,7 @@ from .layer_norm_forward import LayerNormKernels, layer_norm_forward
 from .layer_norm_module import LayerNorm
 from .layer_norm_operators import LayerNormOperators, eager_layer_norm, layer_norm_node
 from .layer_norm_routes import LAYER_NORM, dw_and_db, layer_norm_aten_call
-from .package import NormPackage
+from .package import NormPackage, Shape
 from .patch import ALREADY, REMADE, ModuleForward, replace_forwards
 from .tried import is_layer_norm
 
@@ -264,3 +264,8 @@ class LayerNormPackage(NormPackage):
             return self._patched_forward if is_layer_norm(module) else other
 
         return replace_forwards(model, self._layer, forward_for)
+
+    def _load_forwards(self, shapes: list[Shape], residual: str) -> None:
+        # PyTorch adds a residual, and the sum has its dtype.
+        rows = ((M, N, residual or dtype, of_weight) for M, N, dtype, of_weight in shapes)
+        self._kernels.warmup(rows)

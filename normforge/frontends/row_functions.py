@@ -3,7 +3,7 @@ package, or of all packages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from importlib import import_module
 from pathlib import Path
 from pickle import PicklingError
@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..operations import OPERATIONS, RowOperation
+from ..serve.checks import foreign_device
 from ..serve.kernels import Source, source_of
 from ..serve.options import DTYPES
 from ..serve.rows import RowServer
@@ -140,6 +141,19 @@ class ForwardKernels:
     def may_serve(self, x: torch.Tensor) -> bool:
         """Return False if there are no kernels for rows like x."""
         return x.is_cuda and x.dtype in DTYPES and x.numel() > 0 and not self.missing
+
+    def warmup(self, shapes: Iterable[tuple[int, int, str, str]]) -> None:
+        """Load the kernels of some shapes on the current CUDA device, as `Forward.warmup` does.
+        Raises LaunchError."""
+        device = torch.cuda.current_device()
+        source = self.server.source
+        kernels = None if isinstance(source, str) else source(device)
+        if kernels is None or foreign_device(kernels.backward.target, device):
+            return
+        for shape in shapes:
+            kernel = kernels.backward.choose(*shape, offset=False, residual="").kernel
+            if kernel is not None:
+                kernels.loaded.get(kernel).load(device)
 
 
 class ForwardPackage:

@@ -127,7 +127,6 @@ class Forward:
         weight dtype of each; residual: dtype of a residual stream, "" for none. dtypes: bf16, fp16
         or fp32. Raises LaunchError."""
         device = torch.cuda.current_device()
-        torch.empty(1, device="cuda")  # the context exists from here on
         kernels = self._source(device)
         table = self._table_of(kernels)
         if table is None or foreign_device(table.target, device):

@@ -39,7 +39,7 @@ class RowServer:
 
     def __init__(self, operation: RowOperation, source: Source | str) -> None:
         """source: where the kernels are, or a sentence that says why there are none."""
-        self.operation, self._source = operation, source
+        self.operation, self.source = operation, source
         self._workspaces, self._warn = Workspaces(), WarnOnce()
         self._known = KnownCalls(operation.signature)
 
@@ -69,8 +69,8 @@ class RowServer:
     ) -> dict[str, torch.Tensor] | str:
         """Return what a call does, of tensors on a GPU that fit together, or the reason why no
         kernel serves it."""
-        if isinstance(self._source, str):
-            return self._source
+        if isinstance(self.source, str):
+            return self.source
         x = tensors[self.operation.signature.early[0].name]
         with torch.cuda.device(x.device), torch.no_grad():
             return self._by_kernel(x, tensors, offset, into)
@@ -81,7 +81,7 @@ class RowServer:
     @property
     def missing(self) -> str:
         """The reason why there are no kernels at all, "" where there are."""
-        return self._source if isinstance(self._source, str) else ""
+        return self.source if isinstance(self.source, str) else ""
 
     def count(
         self,
@@ -113,9 +113,9 @@ class RowServer:
     ) -> dict[str, Any]:
         """Say which kernel serves M aligned rows of N columns ("bf16", "fp16" or "fp32"), and
         why."""
-        choice = Choice("none", str(self._source))
-        if not isinstance(self._source, str):
-            table = self._source(None).backward
+        choice = Choice("none", str(self.source))
+        if not isinstance(self.source, str):
+            table = self.source(None).backward
             choice = table.choose(M, N, dtype, weight_dtype or dtype, offset=offset, residual="")
         kernel = None if choice.kernel is None else choice.kernel.file
         return {"how": choice.how, "reason": choice.reason, "kernel": kernel}
@@ -174,7 +174,7 @@ class RowServer:
         into: Mapping[str, torch.Tensor] = _NOTHING,
     ) -> dict[str, torch.Tensor] | str:
         """The outputs, or why no kernel serves the call. x's device is the current one."""
-        assert not isinstance(self._source, str)
+        assert not isinstance(self.source, str)
         kind = self._known.kind_of(tensors, offset, into)
         known = self._known.find(kind)
         if known is not None:
@@ -184,7 +184,7 @@ class RowServer:
         signature, N = self.operation.signature, x.shape[-1]
         given = {name: resolved(given) for name, given in tensors.items() if given is not None}
         layouts, in_place = self._lay_out(given, into)
-        kernels = self._source(x.device.index)
+        kernels = self.source(x.device.index)
         choice = self._choose(kernels.backward, x, {**given, **in_place}, layouts, offset != 0)
         if choice.kernel is None and offset and signature.columns:
             present = (t.name for t in signature.all_columns if t.name in given)

@@ -17,7 +17,7 @@ import pytest
 import torch
 from cuda.bindings import driver as cuda
 
-from normforge import api as api_module
+from normforge.frontends import package as package_module
 from normforge.launch.driver import LaunchError
 from normforge.native import plans
 from normforge.serve.call_cache import _MOST_RECENT as _MOST
@@ -45,7 +45,7 @@ def warming(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """`warmup` on the fake device."""
     for name, answer in (("is_available", True), ("current_device", 0), ("device", nullcontext())):
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
-    monkeypatch.setattr(api_module, "raw_stream", lambda device: machine.here())
+    monkeypatch.setattr(package_module, "raw_stream", lambda device: machine.here())
     on_cpu = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, device=None, **how: on_cpu(*size, **how))
 

@@ -16,10 +16,11 @@ import torch
 from cuda.bindings import driver as cuda
 
 from generator.package.files import write_cubins
-from normforge import api
 from normforge.api import Package
+from normforge.frontends import package as package_module
+from normforge.frontends.layer_norm import LayerNormPackage
 from normforge.launch import forward_call
-from normforge.serve import call
+from normforge.serve import call, rows
 from normforge.serve.options import Arguments, Options
 from normforge.spec import ForwardSpec, KernelSpec
 from normforge.table import (
@@ -103,11 +104,11 @@ def empty(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     made, on_cpu = Device(), torch.empty
     stand_in(monkeypatch, made)
-    for user in (call, forward_call):
+    for user in (call, forward_call, rows):
         monkeypatch.setattr(user, "is_capturing", lambda: False)
-    for user in (api, call, forward_call):
+    for user in (package_module, call, forward_call, rows):
         monkeypatch.setattr(user, "raw_stream", lambda device: STREAM)
-    for user in (call, forward_call):
+    for user in (call, forward_call, rows):
         monkeypatch.setattr(user, "current_device", lambda: 0)
         monkeypatch.setattr(user, "empty_strided", empty)
     monkeypatch.setattr(torch, "empty", lambda size, device: on_cpu(size))
@@ -150,6 +151,88 @@ def package(device: Device, tmp_path: Path) -> Package:
     names = [entry.kernel.file for entry in [*tuned, *forwards]]
     write_cubins(tmp_path, {name: name.encode() for name in names})
     return Package(tmp_path)
+
+
+@pytest.fixture
+def layer_norm(device: Device, tmp_path: Path) -> LayerNormPackage:
+    """A package of LayerNorm with such kernels, and beside it one of the forward."""
+
+    def of(spec: KernelSpec, operation: str, sums: int, **facts: Any) -> Tuned:
+        wide = {"partial_columns": sums * spec.N, "partial_stride": sums * spec.N}
+        return backward_entry(replace(spec, operation=operation, **wide, **facts))
+
+    dtypes = (("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "fp32"))
+    named = [
+        (spec, f"forward {spec.N} {x} {w}", x, w) for spec in (SPEC, NARROW) for x, w in dtypes
+    ]
+    without = {"strategy": "none", "way": ""}
+    tables = {
+        "layernorm_backward": [of(spec, "layernorm_backward", 2) for spec in KERNELS],
+        "layernorm_forward": [
+            of(spec, "layernorm_forward", 0, name=name, dtype=x, weight_dtype=w, **without)
+            for spec, name, x, w in named
+        ],
+    }
+    for operation, entries in tables.items():
+        (tmp_path / operation).mkdir()
+        table = json.dumps(Table(TARGET, tuple(entries), ()).to_json())
+        (tmp_path / operation / TABLE).write_text(table)
+        files = [entry.kernel.file for entry in entries]
+        write_cubins(tmp_path / operation, {file: file.encode() for file in files})
+    return LayerNormPackage(tmp_path / "layernorm_backward")
+
+
+def step_of_layer_norm(
+    package: LayerNormPackage,
+    M: int,
+    N: int,
+    dtype: str = "bf16",
+    weight_dtype: str = "bf16",
+    *,
+    residual: str | None = None,
+) -> None:
+    """One forward of rows, or of their sum with a residual, and one backward."""
+    stream = None if residual is None else tensor(M, N, dtype=residual)
+    x, dy = (tensor(M, N, dtype=dtype) for _ in range(2))
+    weight, bias = (tensor(N, dtype=weight_dtype) for _ in range(2))
+    package._kernels(x if stream is None else stream, weight, bias, 1e-5)
+    rstd, mean = (tensor(M, 1, dtype="fp32") for _ in range(2))
+    package._run(Arguments(dy, x, rstd, weight, stream, mean=mean), Options())
+
+
+@pytest.mark.parametrize("shape", [(9, 1024, "bf16"), (9, 1024, "bf16", "fp32"), (7, 512, "bf16")])
+@pytest.mark.parametrize("residual", [None, "bf16", "fp32"])
+def test_after_a_warmup_a_layer_norm_loads_nothing_and_takes_no_memory(
+    layer_norm: LayerNormPackage, device: Device, shape: tuple[Any, ...], residual: str | None
+) -> None:
+    layer_norm.warmup([shape], residual=residual)
+    loaded, ready = list(device.loaded), device.costs
+    assert device.launched == []
+    step_of_layer_norm(layer_norm, *shape, residual=residual)
+    assert device.costs == ready and sorted(set(device.launched)) == sorted(loaded)
+    # A sum in fp32 whose weight is bf16 has no kernel.
+    forwards = [name for name in loaded if name.startswith("forward")]
+    narrow_weight = residual == "fp32" and len(shape) == 3
+    assert len(forwards) == (not narrow_weight) and len(loaded) == len(forwards) + 1
+
+
+def test_layer_norms_that_were_not_warmed_up_pay(
+    layer_norm: LayerNormPackage, device: Device
+) -> None:
+    step_of_layer_norm(layer_norm, 4096, 1024)
+    assert len(device.loaded) == 2 and len(device.taken) >= 1
+
+
+def test_warmup_of_a_layer_norm_on_another_gpu_or_without_a_forward(
+    layer_norm: LayerNormPackage, device: Device
+) -> None:
+    source = layer_norm._kernels.server.source
+    assert not isinstance(source, str)
+    source(None).backward.target["arch"] = layer_norm.table.target["arch"] = "sm_80"
+    layer_norm.warmup([(4096, 1024, "bf16")])
+    layer_norm._kernels.by(lambda: "there are none")
+    layer_norm.warmup([(4096, 1024, "bf16")])
+    assert device.costs == (0, 0)
 
 
 def tensor(*shape: int, dtype: str = "bf16") -> torch.Tensor:

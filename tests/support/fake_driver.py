@@ -18,7 +18,7 @@ import pytest
 import torch
 from cuda.bindings import driver as cuda
 
-from normforge import api
+from normforge.frontends import package
 from normforge.launch import binding, driver, forward_call, graph_end, loaded_kernel, workspace
 from normforge.launch.kernel_arguments import argument_layout
 from normforge.launch.loaded_kernel import LoadedKernel
@@ -327,7 +327,7 @@ def use_device(
     monkeypatch: pytest.MonkeyPatch, state: Any, current_device: Callable[[], int]
 ) -> None:
     """Let the runtime ask `state` (`here()` and `capturing`) what it asks PyTorch."""
-    for user in (api, call, forward_call, plans):
+    for user in (package, call, forward_call, plans):
         monkeypatch.setattr(user, "raw_stream", lambda device: state.here())
     for user in (call, forward_call, plans):
         monkeypatch.setattr(user, "current_device", current_device)

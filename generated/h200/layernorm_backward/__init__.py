@@ -23,6 +23,7 @@ operators = _package.operators
 patch = _package.patch
 uninstall = _package.uninstall
 unpatch = _package.unpatch
+warmup = _package.warmup
 
 LayerNorm = _package.LayerNorm
 LayerNorm.__module__ = __name__  # where pickle finds it
@@ -42,4 +43,5 @@ __all__ = [
     "patch",
     "uninstall",
     "unpatch",
+    "warmup",
 ]
