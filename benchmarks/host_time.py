@@ -50,20 +50,25 @@ _RMS_NORM = {
     "rms_norm without grad": "aten without grad",
     "RMSNorm module forward": "aten module forward",
 }
+_LAYER_NORM = {
+    "layer_norm_backward": "aten op",
+    "layer_norm_backward, operator": "aten op",
+    "layer_norm backward": "aten autograd backward",
+    "layer_norm forward": "aten autograd forward",
+    "layer_norm without grad": "aten without grad",
+}
 COMPARED = (
     *_RMS_NORM.items(),
-    ("layer_norm_backward", "aten op"),
-    ("layer_norm_backward, operator", "aten op"),
-    ("layer_norm backward", "aten autograd backward"),
-    ("layer_norm forward", "aten autograd forward"),
-    ("layer_norm without grad", "aten without grad"),
-    *((f"{name}, native", other) for name, other in _RMS_NORM.items()),
+    *_LAYER_NORM.items(),
+    *((f"{name}, native", other) for name, other in (_RMS_NORM | _LAYER_NORM).items()),
 )
 """Calls, and PyTorch's with which each is compared."""
 
 
 def host_us(
-    calls: Calls, package: Package | LayerNormPackage, native: Package | None = None
+    calls: Calls,
+    package: Package | LayerNormPackage,
+    native: Package | LayerNormPackage | None = None,
 ) -> dict[str, list[float]]:
     """Microseconds of each call in every pass, the cost of an empty one taken off. The package is
     installed for the lines of `install()` only, and `native` for those of them that are native."""
@@ -212,21 +217,18 @@ def run(of: Path | Source, problem: Problem) -> dict[str, Any]:
     """The document for one problem on the current device. of: as of a package."""
     device = torch.device("cuda", 0)
     inputs, refused = operation_of(problem).make_inputs(problem, device), ""
-    package: Package | LayerNormPackage
-    native = None
+    makes: tuple[Any, ...] = (LayerNormPackage, layer_norm_calls, layer_norm_calls)
     if problem.operation == RMSNORM_BACKWARD:
-        package = Package(of, "python")
-        calls = whole_calls(package, inputs)
-        try:
-            native = Package(of, "native")
-            native.use_native()
-            of_native = entry_points(native, inputs)
-            calls |= {f"{name}, native": call for name, call in of_native.items()}
-        except RuntimeError as error:
-            refused = str(error)
-    else:
-        package = LayerNormPackage(of, "python")
-        calls = layer_norm_calls(package, inputs)
+        makes = (Package, whole_calls, entry_points)
+    made, calls_of, native_calls_of = makes
+    package, native = made(of, "python"), made(of, "native")
+    calls = calls_of(package, inputs)
+    try:
+        native.use_native()
+        of_native = {f"{name}, native": f for name, f in native_calls_of(native, inputs).items()}
+        calls |= {name: call for name, call in of_native.items() if name in dict(COMPARED)}
+    except RuntimeError as error:
+        refused = str(error)
     said = package.explain(problem.M, problem.N, problem.dtype, problem.weight_dtype)
     times = host_us(calls, package, native)
     of_passes = ratios(times)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -197,28 +197,10 @@ class Package(NormPackage):
         names = super().unpatch(model) + unfuse(model)
         return names + unpatch(model, "RMSNormGated") if self.gated else names
 
-    def use_native(self) -> None:
-        """Launch plain training steps from C++ from now on. Kernels and bits stay the same, and
-        host time falls: in the forward and backward of `rms_norm` and `RMSNorm`, in the operators
-        that compiled code calls, and in PyTorch's backward after `install()`. None of these then
-        needs Python, not even in autograd's thread.
-
-        Loads the extension of the wheel where that has one for this PyTorch and Python. Otherwise
-        compiles three small files into TORCH_EXTENSIONS_DIR (default: ~/.cache/torch_extensions),
-        once per machine and version of both, for which it needs a C++ compiler ($CXX, c++, g++ or
-        clang++) and Python's headers. Either way it needs PyTorch with CUDA. A call is
-        plain if it has a weight and dense, aligned tensors, and is not captured into a CUDA graph;
-        a plain backward computes both gradients without options. All other calls work as before,
-        and so do the first two calls of every shape, and the first on another stream. Uses one more
-        block of scratch per stream, which a later `warmup` reserves. Call it before or after models
-        are built, from any thread and any number of times; it stays on. Several processes may call
-        it at once.
-
-        Raises RuntimeError if something is missing, and says what. Everything then works as before.
-        """
-        self._native.start(self._forward, self._norm.gradients, self.ops)
-        assert self._native.take is not None
-        self._installation.use_native(self._native.take)
+    def _start_native(self, *machine: Any) -> None:
+        self._native.start(self._forward, self._norm.gradients, self.ops, *machine)
+        self._forward.native = self._native.forward
+        self._forward.learn = self._native.learn_forward
 
     def _load_forwards(self, shapes: list[Shape], residual: str) -> None:
         for forward in self._norm.forwards():

@@ -27,6 +27,7 @@ __all__ = [
     "patch",
     "uninstall",
     "unpatch",
+    "use_native",
     "warmup",
 ]
 
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     patch = _package.patch
     uninstall = _package.uninstall
     unpatch = _package.unpatch
+    use_native = _package.use_native
     warmup = _package.warmup
 else:
     __getattr__ = names_of(chosen_package, "layernorm_backward", __name__, __all__)

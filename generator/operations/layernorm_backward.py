@@ -34,6 +34,7 @@ LAYERNORM_BACKWARD = row_operation(
             "patch",
             "uninstall",
             "unpatch",
+            "use_native",
             "warmup",
         ),
     ),

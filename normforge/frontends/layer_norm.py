@@ -28,7 +28,13 @@ from .differentiable import is_foreign
 from .dtensor import is_dtensor
 from .layer_norm_forward import LayerNormKernels, layer_norm_forward
 from .layer_norm_module import LayerNorm
-from .layer_norm_operators import LayerNormOperators, eager_layer_norm, layer_norm_node
+from .layer_norm_operators import (
+    LayerNormOperators,
+    eager_layer_norm,
+    forward_of_node,
+    gradients_of_node,
+    layer_norm_node,
+)
 from .layer_norm_routes import LAYER_NORM, dw_and_db, layer_norm_aten_call
 from .package import NormPackage, Shape
 from .patch import ALREADY, REMADE, ModuleForward, replace_forwards
@@ -48,10 +54,11 @@ class LayerNormPackage(NormPackage):
     def __init__(self, of: Path | Source, name: str = "") -> None:
         super().__init__(of, name)
         self.ops = LayerNormOperators(self.name, self._run, self._quick)
-        self._kernels = self.ops.by_kernel = LayerNormKernels(None if callable(of) else of)
+        folder = None if callable(of) else of
+        self._kernels = self.ops.by_kernel = LayerNormKernels(folder, self._native)
         self._forward = partial(layer_norm_forward, by_kernel=self._kernels)
         self._node = layer_norm_node(self._forward, lambda _: self._serve, self._quick)
-        self._eager = eager_layer_norm(self._kernels, self._serve, self._quick)
+        self._eager = eager_layer_norm(self._kernels, self._serve, self._quick, self._native)
         # A class per package, under a name by which pickle finds it.
         members = {"_package": property(lambda _: self), "__doc__": LayerNorm.__doc__}
         self.LayerNorm: type[LayerNorm] = type("LayerNorm", (LayerNorm,), members)
@@ -117,7 +124,7 @@ class LayerNormPackage(NormPackage):
         """
         if type(eps) is not float or others:
             check_scale(weight)
-            eps = float_of(eps)
+            eps = _number(eps)
         if others:
             raise TypeError("layer_norm takes x, weight, bias and eps by position: name a residual")
         if (
@@ -173,7 +180,7 @@ class LayerNormPackage(NormPackage):
         Raises:
             TypeError, ValueError: if the arguments do not fit together.
         """
-        given = (x, None, served_dtype(weight, x), served_dtype(bias, x), float_of(eps), self.name)
+        given = (x, None, served_dtype(weight, x), served_dtype(bias, x), _number(eps), self.name)
         with torch.no_grad():
             y, mean, rstd, _ = self._forward_for(given)(*given)
         return y, mean, rstd
@@ -241,7 +248,8 @@ class LayerNormPackage(NormPackage):
             and not accumulate
             and not watched()
         ):
-            results = self._quick(dy, x, rstd, weight, mean)
+            native, tensors = self._native.backward, (dy, x, rstd, weight, mean)
+            results = (native and native(*tensors)) or self._quick(*tensors)
             if results is not None:
                 dx, sums = results
                 return dx, *dw_and_db(sums)
@@ -265,7 +273,20 @@ class LayerNormPackage(NormPackage):
 
         return replace_forwards(model, self._layer, forward_for)
 
+    def _start_native(self, *machine: Any) -> None:
+        forward = forward_of_node(self._kernels)
+        gradients = gradients_of_node(self._serve, self._quick)
+        self._native.start(forward, gradients, self.ops, *machine)
+
     def _load_forwards(self, shapes: list[Shape], residual: str) -> None:
         # PyTorch adds a residual, and the sum has its dtype.
         rows = ((M, N, residual or dtype, of_weight) for M, N, dtype, of_weight in shapes)
         self._kernels.warmup(rows)
+
+
+def _number(eps: Any) -> Any:
+    """An eps as a number; raises TypeError for what is none, also for None."""
+    found = float_of(eps)
+    if found is None:
+        raise TypeError("eps must be a number, got None")
+    return found

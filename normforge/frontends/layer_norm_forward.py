@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..native.native import Native
 from ..operations import LAYERNORM_FORWARD
 from ..serve.checks import check_forward
 from ..serve.collect import collecting
@@ -26,9 +27,11 @@ ByKernel = Callable[..., "Results | None"]
 class LayerNormKernels(ForwardKernels):
     """The forward by the kernels of this operation."""
 
-    def __init__(self, package: Path | None) -> None:
-        """package: of the backward, beside which that of the forward is."""
-        super().__init__(LAYERNORM_FORWARD, lambda: _beside(package))
+    _native: Native
+
+    def __init__(self, package: Path | None, native: Native) -> None:
+        """package: of the backward, beside which that of the forward is; native: its C++."""
+        super().__init__(LAYERNORM_FORWARD, lambda: _beside(package), native)
 
     def __call__(
         self,
@@ -38,6 +41,10 @@ class LayerNormKernels(ForwardKernels):
         eps: float,
     ) -> Results | None:
         """See ByKernel. The arguments fit together."""
+        if self._native.forward is not None:
+            served = self._native.forward(x, weight, bias, eps)
+            if served is not None:
+                return served  # type: ignore[return-value]
         shared = [one for one in (weight, bias) if one is not None]
         recorder = collecting.recorder
         if recorder is not None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
 
+from ..native.kinds import LAYER_NORM
+from ..native.native import Native
 from ..serve.call import QuickCall
 from ..serve.options import DTYPES, SMALLEST_EPS, Backward
 from .gradients import (
@@ -17,7 +20,7 @@ from .gradients import (
     gradients,
     is_watched,
 )
-from .layer_norm_forward import ByKernel, layer_norm_forward, no_kernel
+from .layer_norm_forward import ByKernel, Results, layer_norm_forward, no_kernel
 from .layer_norm_routes import LAYER_NORM_ROUTES, dw_and_db
 from .library import Implementation, Served, decompose, define, differentiate
 from .operators import (
@@ -35,6 +38,10 @@ LAYER_NORM_SCHEMAS = {
     " ScalarType? dw_dtype, float weight_offset, bool need_dx, bool need_dw, str package,"
     " Tensor mean) -> (Tensor, Tensor, Tensor)",
 }
+
+
+_ON_CPU = (torch.float32,)
+"""The dtypes of rows whose mean and rstd PyTorch's kernel does not round on the CPU."""
 
 
 def layer_norm_node(
@@ -66,26 +73,61 @@ def layer_norm_node(
     return LayerNormNode
 
 
+def forward_of_node(by_kernel: ByKernel) -> Callable[..., Results]:
+    """Return the forward of the shortest node: by a kernel, else by PyTorch's."""
+
+    def forward(x: torch.Tensor, *given: Any) -> Results:
+        found = by_kernel(x, *given)
+        if found is None:
+            found = torch.native_layer_norm(x, x.shape[-1:], *given)
+        y, mean, rstd = found
+        return y.to(x.dtype), mean, rstd  # autocast computes in fp32
+
+    return forward
+
+
+def gradients_of_node(backward: Backward, quick: QuickCall) -> Callable[..., Any]:
+    """Return the function that gives the gradients of x, weight and bias of the shortest node,
+    whose bias has x's dtype, in C++."""
+
+    def gradients(
+        dy: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        rstd: torch.Tensor,
+        mean: torch.Tensor,
+        eps: float,
+        need_dx: bool,
+        need_dw: bool,
+        need_db: bool,
+    ) -> tuple[torch.Tensor | None, ...]:
+        saved = SimpleNamespace(saved_tensors=(x, weight, rstd, mean), eps=eps)
+        saved.x_dtype = saved.bias_dtype = x.dtype
+        of = (need_dx, False, need_dw, need_db)
+        dx, _, dw, db = layer_norm_gradients(backward, quick, saved, of, dy)
+        return dx, dw, db
+
+    return gradients
+
+
 def eager_layer_norm(
-    by_kernel: ByKernel, backward: Backward, quick: QuickCall
+    by_kernel: ByKernel, backward: Backward, quick: QuickCall, native: Native
 ) -> Callable[..., torch.Tensor | None]:
     """Return the function that serves `layer_norm(x, weight, bias, eps)` of plain tensors in the
     shortest way. It gives None for arguments that need more than PyTorch's kernel or do not fit
     together. by_kernel: what computes the forward where it can; backward, quick: as in
-    `layer_norm_node`."""
+    `layer_norm_node`; native: has the node in C++."""
+    forward = forward_of_node(by_kernel)
 
     class EagerLayerNorm(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *given: Any) -> torch.Tensor:
             x, weight, bias, ctx.eps = given
-            found = by_kernel(x, weight, bias, ctx.eps)
-            if found is None:
-                found = torch.native_layer_norm(x, x.shape[-1:], weight, bias, ctx.eps)
-            y, mean, rstd = found
+            y, mean, rstd = forward(*given)
             ctx.save_for_backward(x, weight, rstd, mean)
             ctx.x_dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
             ctx.set_materialize_grads(False)
-            return y.to(x.dtype)  # autocast computes in fp32
+            return y
 
         @staticmethod
         def backward(ctx: Any, dy: Any) -> tuple[Any, ...]:
@@ -102,8 +144,7 @@ def eager_layer_norm(
         if x.is_nested:  # some of which have no shape
             return None
         dtype, size = x.dtype, x.shape[-1:]
-        # On the CPU, PyTorch's kernel rounds mean and rstd to a narrow dtype.
-        if not ((x.is_cuda and dtype in DTYPES) or dtype == torch.float32):
+        if dtype not in (DTYPES if x.is_cuda else _ON_CPU):
             return None
         scales = 0
         for scale in (weight, bias):
@@ -114,7 +155,8 @@ def eager_layer_norm(
         if not size or not size[0]:
             return None
         if (x.requires_grad or scales) and torch.is_grad_enabled():
-            return EagerLayerNorm.apply(x, weight, bias, eps)
+            apply = native.norm or EagerLayerNorm.apply
+            return apply(x, weight, bias, eps)
         found = by_kernel(x, weight, bias, eps)
         return torch.layer_norm(x, size, weight, bias, eps).to(dtype) if found is None else found[0]
 
@@ -163,6 +205,7 @@ class LayerNormOperators(NormOperators):
     aten = ("native_layer_norm", "native_layer_norm_backward")
     routes = LAYER_NORM_ROUTES
     fused = frozenset(("aten::native_layer_norm",))
+    kinds = LAYER_NORM
     served: ClassVar[Served[LayerNormOperators]] = Served()
     layer_norm: ClassVar[Any]
     layer_norm_backward: ClassVar[Any]

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from ..native.kinds import RMS_NORM, Kinds
 from ..serve.call import QuickCall
 from ..serve.checks import check_dx_out, check_options
 from ..serve.options import Arguments, Backward, FormulaOptions, Options, dw_shape
@@ -64,6 +65,8 @@ class NormOperators:
     """The operators."""
     backward_operator: ClassVar[Any]
     """The operator of the backward."""
+    kinds: ClassVar[Kinds]
+    """The calls that C++ serves."""
     invariant = False
     """True for batch-invariant kernels, whose place no others may take."""
 
@@ -203,6 +206,7 @@ class Operators(NormOperators):
     layer = "RMSNorm"
     aten = ("_fused_rms_norm", "_fused_rms_norm_backward")
     routes = RMS_NORM_ROUTES
+    kinds = RMS_NORM
     served: ClassVar[Served[Operators]] = Served()
     rms_norm: ClassVar[Any]
     add_rms_norm: ClassVar[Any]

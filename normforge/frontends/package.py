@@ -195,6 +195,33 @@ class NormPackage(Server):
             facts["provenance"] = choice.tuned.provenance
         return facts
 
+    def use_native(self) -> None:
+        """Launch plain training steps from C++ from now on, with the same kernels and bits: the
+        forward and backward of the norm's function and module, the operators that compiled code
+        calls, and PyTorch's backward after `install()`. None of these then needs Python, not even
+        in autograd's thread.
+
+        Loads the extension of the wheel where that has one for this PyTorch and Python. Otherwise
+        compiles four small files into TORCH_EXTENSIONS_DIR (default: ~/.cache/torch_extensions),
+        once per machine and version of both, for which it needs a C++ compiler ($CXX, c++, g++ or
+        clang++) and Python's headers. Either way it needs PyTorch with CUDA. A call is plain if it
+        has a weight and dense, aligned tensors, and is not captured into a CUDA graph; a plain
+        backward computes all gradients without options. All other calls work as before, and so do
+        the first two calls of every shape, and the first on another stream. Uses one more block of
+        scratch per stream, which a later `warmup` reserves. Call it before or after models are
+        built, from any thread and any number of times; it stays on. Several processes may call it
+        at once.
+
+        Raises RuntimeError if something is missing, and says what. Everything then works as before.
+        """
+        self._start_native()
+        assert self._native.take is not None
+        self._installation.use_native(self._native.take)
+
+    def _start_native(self, *machine: Any) -> None:
+        """Turn the native path on. machine: the last arguments of `Native.start`."""
+        raise NotImplementedError
+
     def warmup(
         self,
         shapes: Iterable[tuple[Any, ...]],

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..native.native import Native
 from ..operations import OPERATIONS, RowOperation
 from ..serve.checks import foreign_device
 from ..serve.kernels import Source, source_of
@@ -115,11 +116,16 @@ class ForwardKernels:
     """The kernels of one forward, which are looked for at the first call on a GPU. Safe to use from
     several threads.
 
-    source: finds them, or says why there are none.
+    source: finds them, or says why there are none. native: is told what served a call.
     """
 
-    def __init__(self, operation: RowOperation, source: Callable[[], Source | str]) -> None:
-        self._operation = operation
+    def __init__(
+        self,
+        operation: RowOperation,
+        source: Callable[[], Source | str],
+        native: Native | None = None,
+    ) -> None:
+        self._operation, self._native = operation, native
         self.by(source)
 
     def by(self, source: Callable[[], Source | str]) -> None:
@@ -130,7 +136,7 @@ class ForwardKernels:
     @property
     def server(self) -> RowServer:
         if self._server is None:
-            self._server = RowServer(self._operation, self._source())
+            self._server = RowServer(self._operation, self._source(), self._native)
         return self._server
 
     @property

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..operations.tensor import columns, row_out, rows, rows_out
 from ..torch_internals import (
     contiguous,
     current_device,
@@ -33,10 +34,15 @@ ForwardCall = Callable[
 ]
 
 # The kernel's one argument, a structure, as the compiler lays it out. What differs from call to
-# call comes first: x, residual, weight, y, rstd, residual_out; eps and the weight's offset. Then
-# ForwardExtent.
+# call comes first: the addresses of TENSORS, eps and the weight's offset. Then ForwardExtent.
+TENSORS = (
+    *(rows("x"), rows("residual"), columns("weight")),
+    *(rows_out("y"), row_out("rstd"), rows_out("residual_out")),
+)
 _ARGUMENTS = struct.Struct("@6Q2f4qiI")
 pack_changing = struct.Struct("@6Q2f").pack_into
+PLACES = {tensor.name: 8 * i for i, tensor in enumerate(TENSORS)} | {"eps": 48, "weight_offset": 52}
+"""The offsets of what differs, in bytes."""
 _EPS = torch.finfo(torch.float32).eps
 """The eps that PyTorch takes when none is given, for bf16 and fp16 rows as well."""
 

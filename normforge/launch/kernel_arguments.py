@@ -115,6 +115,8 @@ class ArgumentLayout:
         first_behind = struct.calcsize(f"{form}0Q")
         self.behind_at = tuple(first_behind + 8 * i for i in range(len(behind)))
         form += f"{len(behind)}Q" if behind else ""
+        numbers = enumerate(signature.numbers)
+        self.numbers_at = {t.name: struct.calcsize(form) + 4 * i for i, t in numbers}
         form += f"{len(signature.numbers)}f" + "2qIi" * bool(signature.groups)
         self.main = struct.Struct(f"{form}0Q")
         self.pack_addresses = struct.Struct(f"@{len(leading)}Q").pack_into

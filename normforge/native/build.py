@@ -26,7 +26,7 @@ import torch
 from ..serve.options import SMALLEST_EPS
 from ..table import MAX_ALIGNMENT
 
-SOURCES = ("native.cpp", "native.h", "operators.h")
+SOURCES = ("native.cpp", "native.h", "operators.h", "installed.h")
 _OPTIMISED = ("-O2",)
 _FOLDER = Path(__file__).resolve().parent
 _TORCH = Path(torch.__file__).resolve().parent

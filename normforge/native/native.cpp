@@ -8,7 +8,10 @@
 // "not served" and goes to Python, which stays the one place that decides. native.py builds and
 // loads this file, plans.py makes the plans.
 
-#include "operators.h"
+#include <iterator>
+#include <sstream>
+
+#include "installed.h"
 
 namespace NORMFORGE_NAMESPACE {
 
@@ -37,42 +40,56 @@ bool are(Py_ssize_t count, Py_ssize_t wanted) {
     return count == wanted;
 }
 
+// x, weight and, of a norm that has one, the bias, each but x may be None, and the numbers
 PyObject* norm(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
     HANDLE_TH_ERRORS
-    if (!are(count, 4)) return nullptr;
-    PyObject *x = arguments[0], *weight = arguments[1];
     auto& store = store_of(self);
-    if (!THPVariable_Check(x) || !(Py_IsNone(weight) || THPVariable_Check(weight)))
-        return PyObject_Vectorcall(store.forward, arguments, 4, nullptr);  // says what is wrong
-    std::optional<at::Tensor> scale;
-    if (!Py_IsNone(weight)) scale = THPVariable_Unpack(weight);
-    return THPVariable_Wrap(Norm::apply(THPVariable_Unpack(x), scale, &store, arguments));
+    const Py_ssize_t tensors = 2 + store.with_bias();
+    if (!are(count, tensors + store.kinds[kForward].numbers.size())) return nullptr;
+    std::optional<at::Tensor> given[3];
+    for (Py_ssize_t i = 0; i < tensors; ++i) {
+        if (THPVariable_Check(arguments[i]))
+            given[i] = THPVariable_Unpack(arguments[i]);
+        else if (i == 0 || !Py_IsNone(arguments[i]))  // Python says what is wrong
+            return PyObject_Vectorcall(store.forward, arguments, count, nullptr);
+    }
+    return THPVariable_Wrap(Norm::apply(*given[0], given[1], given[2], &store, arguments));
     END_HANDLE_TH_ERRORS
 }
 
-// x, weight, eps, offset, residual or None
+// The tensors of Python objects; false where one is none of the plain types.
+bool unpack(PyObject* const* arguments, size_t count, Given& given) {
+    for (size_t i = 0; i < count; ++i) {
+        if (!THPVariable_CheckExact(arguments[i])) return false;
+        given.push_back(&THPVariable_Unpack(arguments[i]));
+    }
+    return true;
+}
+
+// x, weight, a third tensor or None, numbers
 PyObject* forward(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
     HANDLE_TH_ERRORS
-    if (!are(count, 5)) return nullptr;
-    const bool with_residual = !Py_IsNone(arguments[4]);
-    for (const int i : {0, 1, 4})
-        if (!THPVariable_CheckExact(arguments[i]) && (i < 4 || with_residual)) Py_RETURN_NONE;
-    return tuple_or_none(forward_without_gil(
-        store_of(self), THPVariable_Unpack(arguments[0]), THPVariable_Unpack(arguments[1]),
-        with_residual ? &THPVariable_Unpack(arguments[4]) : nullptr, number_or_none(arguments[2]),
-        number(arguments[3])));
+    auto& store = store_of(self);
+    const auto expected = store.kinds[kForward].numbers.size();
+    if (!are(count, 3 + expected)) return nullptr;
+    const bool of_three = !Py_IsNone(arguments[2]);
+    Given given;
+    if (!unpack(arguments, 2 + of_three, given)) Py_RETURN_NONE;
+    c10::SmallVector<float, 2> numbers;
+    for (size_t i = 0; i < expected; ++i) numbers.push_back(fp32(number_or_none(arguments[3 + i])));
+    return tuple_or_none(
+        serve_without_gil(store, of_three ? kForwardOfThree : kForward, given, numbers));
     END_HANDLE_TH_ERRORS
 }
 
 PyObject* backward(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
     HANDLE_TH_ERRORS
-    if (!are(count, 4)) return nullptr;
-    for (Py_ssize_t i = 0; i < 4; ++i)
-        if (!THPVariable_CheckExact(arguments[i])) Py_RETURN_NONE;
-    const auto of = [&](int i) -> at::Tensor { return THPVariable_Unpack(arguments[i]); };
-    const at::Tensor dy = of(0), x = of(1), rstd = of(2), weight = of(3);
-    if (may_be_differentiated(dy, x)) Py_RETURN_NONE;
-    return tuple_or_none(backward_without_gil(store_of(self), dy, x, rstd, weight));
+    auto& store = store_of(self);
+    if (!are(count, store.kinds[kBackward].names.size())) return nullptr;
+    Given given;
+    if (!unpack(arguments, count, given) || may_be_differentiated(*given[0], *given[1]))
+        Py_RETURN_NONE;
+    return tuple_or_none(serve_without_gil(store, kBackward, given));
     END_HANDLE_TH_ERRORS
 }
 
@@ -122,20 +139,22 @@ struct KernelWords {
     }
 };
 
-// (kind, device, stream, rows, columns, dtype, weight dtype, block, offsets of scratch, main, second):
-// what serves such calls. A kernel is (configuration, function, offsets of its parameters); offsets
-// are in bytes of the block, each a word of 8 bytes. The first plan of such calls stays.
+// (kind, device, stream, rows, columns, dtype, weight dtype, block, offsets of what a call gives,
+// offsets of scratch, main, second): what serves such calls. A kernel is (configuration, function,
+// offsets of its parameters); offsets are in bytes of the block, each a word of 8 bytes. The first
+// plan of such calls stays.
 PyObject* add(PyObject* self, PyObject* arguments) {
     HANDLE_TH_ERRORS
     int kind = 0, device = 0;
     unsigned long long stream = 0;
     long long rows = 0, columns = 0;
     PyObject *dtype = nullptr, *weight_dtype = nullptr;
-    Bytes block, scratch_at;
+    Bytes block, places, scratch_at;
     KernelWords main, second;
-    if (!PyArg_ParseTuple(arguments, "iiKLLO!O!y#y#(KKy#)(KKy#)", &kind, &device, &stream, &rows, &columns,
-                          &THPDtypeType, &dtype, &THPDtypeType, &weight_dtype, &block.data,
-                          &block.size, &scratch_at.data, &scratch_at.size, &main.config,
+    if (!PyArg_ParseTuple(arguments, "iiKLLO!O!y#y#y#(KKy#)(KKy#)", &kind, &device, &stream, &rows,
+                          &columns, &THPDtypeType, &dtype, &THPDtypeType, &weight_dtype, &block.data,
+                          &block.size, &places.data, &places.size, &scratch_at.data,
+                          &scratch_at.size, &main.config,
                           &main.function, &main.offsets.data, &main.offsets.size, &second.config,
                           &second.function, &second.offsets.data, &second.offsets.size))
         return nullptr;
@@ -148,33 +167,33 @@ PyObject* add(PyObject* self, PyObject* arguments) {
     auto& plan = store.plans[key];
     if (plan.lane == nullptr) {
         plan.block = block.words();
+        plan.places = places.words();
         plan.scratch_at = scratch_at.words();
         plan.main = main.of(plan);
         plan.second = second.of(plan);
         plan.own.paused = false;
-        plan.lane = kind == kBackward ? &lane : &plan.own;
+        plan.lane = scratch_at.size ? &lane : &plan.own;
     }
     Py_RETURN_NONE;
     END_HANDLE_TH_ERRORS
 }
 
-// (): [(rows, columns, dtype, weight dtype, calls)] of every plan of a backward, as served so far.
-PyObject* backward_calls(PyObject* self, PyObject*) {
+// (): [(kind, rows, columns, dtype, weight dtype, calls)] of every plan, as served so far.
+PyObject* calls(PyObject* self, PyObject*) {
     HANDLE_TH_ERRORS
     auto& store = store_of(self);
     std::vector<std::pair<Key, uint64_t>> found;
     {
         const std::lock_guard<std::mutex> lock(store.mutex);
-        for (const auto& [key, plan] : store.plans)
-            if (std::get<0>(key) == kBackward) found.emplace_back(key, plan.calls);
+        for (const auto& [key, plan] : store.plans) found.emplace_back(key, plan.calls);
     }
     const Reference list(PyList_New(0));
-    for (const auto& [key, calls] : found) {
+    for (const auto& [key, count] : found) {
         const auto& [kind, device, stream, rows, columns, dtype, weight_dtype] = key;
         const Reference entry(Py_BuildValue(
-            "(LLOOK)", static_cast<long long>(rows), static_cast<long long>(columns),
+            "(iLLOOK)", kind, static_cast<long long>(rows), static_cast<long long>(columns),
             torch::getTHPDtype(dtype), torch::getTHPDtype(weight_dtype),
-            static_cast<unsigned long long>(calls)));
+            static_cast<unsigned long long>(count)));
         if (PyList_Append(list.object, entry.object) != 0) return nullptr;
     }
     return Py_NewRef(list.object);
@@ -198,31 +217,46 @@ PyObject* retire(PyObject* self, PyObject*) {
     Py_RETURN_NONE;
 }
 
-// (function): from now on calls of PyTorch's backward are served here where they can be, else by this
-// function, which the caller keeps alive. Ends when the answer is freed.
-PyObject* take_backward(PyObject* self, PyObject* python) {
+// (name, function): from now on calls of this backward of PyTorch are served here where they can be,
+// else by the function, which the caller keeps alive. Ends when the answer is freed.
+PyObject* take_backward(PyObject* self, PyObject* arguments) {
     HANDLE_TH_ERRORS
-    auto* library = take_backward(store_of(self), python);
+    const char* name = nullptr;
+    PyObject* python = nullptr;
+    if (!PyArg_ParseTuple(arguments, "sO", &name, &python)) return nullptr;
+    auto* library = take_backward(store_of(self), name, python);
     return PyCapsule_New(library, nullptr, [](PyObject* capsule) {
         delete static_cast<torch::Library*>(PyCapsule_GetPointer(capsule, nullptr));
     });
     END_HANDLE_TH_ERRORS
 }
 
-// (the four addresses of Driver, on the CPU?, forward, gradients): a new store
+std::vector<std::string> words(const char* text) {
+    std::istringstream stream(text);
+    return {std::istream_iterator<std::string>(stream), {}};
+}
+
+// (the four addresses of Driver, on the CPU?, three kinds, forward, gradients): a new store. A kind is
+// (operator, names of tensors, their roles, those of results, names of numbers).
 PyObject* make_store(PyTypeObject* type, PyObject* arguments, PyObject*) {
     unsigned long long at[4];
     int on_cpu = 0;
-    PyObject *forward = nullptr, *gradients = nullptr;
-    if (!PyArg_ParseTuple(arguments, "(KKKK)pOO", at, at + 1, at + 2, at + 3, &on_cpu, &forward,
-                          &gradients))
+    PyObject *described[kKinds], *forward = nullptr, *gradients = nullptr;
+    if (!PyArg_ParseTuple(arguments, "(KKKK)p(OOO)OO", at, at + 1, at + 2, at + 3, &on_cpu,
+                          described, described + 1, described + 2, &forward, &gradients))
         return nullptr;
+    const char* of[kKinds][5];
+    for (int i = 0; i < kKinds; ++i)
+        if (!PyArg_ParseTuple(described[i], "sssss", of[i], of[i] + 1, of[i] + 2, of[i] + 3, of[i] + 4))
+            return nullptr;
     PyObject* self = type->tp_alloc(type, 0);
     if (self == nullptr) return nullptr;
     auto* store = reinterpret_cast<StoreObject*>(self)->store = new Store;
     static_assert(sizeof store->driver == sizeof at, "addresses of 64 bits");
     std::memcpy(&store->driver, at, sizeof at);
     if (on_cpu) store->device_type = at::kCPU;
+    for (int i = 0; i < kKinds; ++i)
+        store->kinds[i] = {of[i][0], words(of[i][1]), of[i][2], of[i][3], words(of[i][4])};
     store->forward = Py_NewRef(forward);
     store->gradients = Py_NewRef(gradients);
     return self;
@@ -238,12 +272,12 @@ PyMethodDef methods[] = {{"norm", as_method(norm), METH_FASTCALL, nullptr},
                          {"backward", as_method(backward), METH_FASTCALL, nullptr},
                          {"set_scratch", set_scratch, METH_VARARGS, nullptr},
                          {"add", add, METH_VARARGS, nullptr},
-                         {"backward_calls", backward_calls, METH_NOARGS, nullptr},
+                         {"calls", calls, METH_NOARGS, nullptr},
                          {"take_operators", as_method<PyObject*(PyObject*, PyObject*)>(take_operators),
                           METH_VARARGS, nullptr},
                          {"retire", retire, METH_NOARGS, nullptr},
                          {"take_backward", as_method<PyObject*(PyObject*, PyObject*)>(take_backward),
-                          METH_O, nullptr},
+                          METH_VARARGS, nullptr},
                          {nullptr, nullptr, 0, nullptr}};
 PyType_Slot slots[] = {{Py_tp_methods, methods},
                        {Py_tp_new, reinterpret_cast<void*>(make_store)},

@@ -10,16 +10,17 @@
 #include <cfloat>
 #include <cstdint>
 #include <cstring>
-#include <initializer_list>
 #include <map>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <tuple>
 #include <vector>
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/SmallVector.h>
 #ifdef NORMFORGE_CUDA
 #include <ATen/cuda/EmptyTensor.h>
 #endif
@@ -47,19 +48,32 @@ struct Kernel {
     std::vector<void*> parameters;
 };
 
-// block: the arguments of both kernels, which begin with what differs from call to call; the driver
-// copies them before a launch returns. The lane's mutex guards it. A forward has a lane of its own,
-// because it keeps nothing on the device.
+// block: the arguments of both kernels; the driver copies them before a launch returns. The lane's
+// mutex guards it. A plan without scratch, such as a forward's, has a lane of its own, because it
+// keeps nothing on the device. Offsets are in bytes: of the tensors that a call takes and gives, and
+// of its numbers.
 struct Plan {
     Lane own;
     Lane* lane = nullptr;
     std::vector<uint64_t> block;
-    std::vector<uint64_t> scratch_at;  // offsets in bytes
+    std::vector<uint64_t> places, scratch_at;
     Kernel main, second;
     std::atomic<uint64_t> calls = 0;  // that were launched, for whoever counts calls
 };
 
-enum Kind { kBackward, kForward, kAddForward };  // of calls, as plans.py numbers them
+// A kind of call, as kinds.py describes it. operation: the operator that makes such calls. names: of
+// the tensors that it takes. given, made: the roles of these, and of the tensors that it gives: X for
+// M rows of N elements, r for one fp32 number of each row, w for N elements that all rows share, 1 or
+// 2 for sums over the rows, so many of every column. numbers: the names of what it takes by value.
+struct Kind {
+    std::string operation;
+    std::vector<std::string> names;
+    std::string given, made;
+    std::vector<std::string> numbers;
+};
+
+// The kinds of a norm: its backward, and its forward, also with a third tensor (a bias, a residual).
+enum { kBackward, kForward, kForwardOfThree, kKinds };
 
 // Of a plan, its kind first.
 using Key = std::tuple<int, int64_t, void*, int64_t, int64_t, at::ScalarType, at::ScalarType>;
@@ -69,14 +83,21 @@ using Key = std::tuple<int, int64_t, void*, int64_t, int64_t, at::ScalarType, at
 struct Store {
     Driver driver{};
     at::DeviceType device_type = at::kCUDA;
-    PyObject* forward = nullptr;    // (x, weight, eps, offset) -> (y, rstd)
-    PyObject* gradients = nullptr;  // (dy, x, weight, rstd, eps, offset, dx?, dw?) -> (dx, dw)
-    std::mutex mutex;               // of the maps; what is in them is never taken out
+    Kind kinds[kKinds];
+    // (x, weight, the bias of a norm that has one, numbers) -> what the forward gives
+    PyObject* forward = nullptr;
+    // (dy, x, weight, rstd, the mean of a norm that has one, numbers, and whether each of the
+    // results is wanted) -> gradients of x, weight, bias
+    PyObject* gradients = nullptr;
+    std::mutex mutex;  // of the maps; what is in them is never taken out
     std::map<Key, Plan> plans;
     std::map<std::pair<int64_t, void*>, Lane> lanes;
     std::atomic<bool> retired = false;  // another package has taken the name of this one
+    bool with_bias() const { return kinds[kForwardOfThree].given.back() == 'w'; }
 };
 
+using Given = c10::SmallVector<const at::Tensor*, 6>;
+using Numbers = c10::ArrayRef<float>;
 using Results = std::vector<at::Tensor>;  // none at all: not served
 
 at::Tensor allocate(at::IntArrayRef sizes, at::IntArrayRef strides, const at::Tensor& like,
@@ -121,21 +142,37 @@ bool watched() {
     return !c10::default_included_set.isSupersetOf(included);
 }
 
-// The plan of a call with this weight and these rows, all of one shape and dtype; null: not served.
-Plan* plan_of(Store& store, Kind kind, std::initializer_list<const at::Tensor*> all_rows,
-              const at::Tensor& weight) {
-    const auto& x = **all_rows.begin();
+// What all rows of a call share; null where they share nothing.
+const at::Tensor* shared(const Kind& kind, const Given& given) {
+    const auto at = kind.given.find('w');
+    return at == std::string::npos ? nullptr : given[at];
+}
+
+// The plan of a call whose tensors, the first of which are rows, are those of its kind, dense and
+// aligned; null: not served.
+Plan* plan_of(Store& store, int which, const Given& given) {
+    const auto& kind = store.kinds[which];
+    const auto& x = *given[0];
     if (!x.defined() || x.device().type() != store.device_type || watched()) return nullptr;
+    if (x.dim() < 1 || x.numel() == 0) return nullptr;
     const auto device = x.device();
-    if (!plain(weight, device) || weight.dim() != 1 || !dense(weight)) return nullptr;
-    uint64_t places = address(weight);
-    for (const auto* rows : all_rows) {
-        if (!plain(*rows, device) || rows->scalar_type() != x.scalar_type()) return nullptr;
-        if (rows->sizes() != x.sizes() || !dense(*rows)) return nullptr;
-        places |= address(*rows);
+    const int64_t columns = x.size(-1), rows = x.numel() / columns;
+    const auto* weight = shared(kind, given);
+    uint64_t places = 0;
+    for (size_t i = 0; i < given.size(); ++i) {
+        const auto& one = *given[i];
+        if (!plain(one, device)) return nullptr;
+        if (kind.given[i] == 'r') {
+            if (one.scalar_type() != at::kFloat || one.numel() != rows || !one.is_contiguous())
+                return nullptr;
+            continue;
+        }
+        const auto& like = kind.given[i] == 'X' ? x : *weight;
+        const bool fits = kind.given[i] == 'X' ? one.sizes() == x.sizes()
+                                               : one.dim() == 1 && one.size(0) == columns;
+        if (!fits || one.scalar_type() != like.scalar_type() || !dense(one)) return nullptr;
+        places |= address(one);
     }
-    const int64_t columns = weight.size(0);
-    if (x.dim() < 1 || x.numel() == 0 || x.size(-1) != columns) return nullptr;
     if (places % NORMFORGE_ALIGNMENT) return nullptr;
 
     const int index = device.has_index() ? device.index() : 0;
@@ -146,8 +183,8 @@ Plan* plan_of(Store& store, Kind kind, std::initializer_list<const at::Tensor*> 
     Plan* plan = nullptr;
     {
         const std::lock_guard<std::mutex> lock(store.mutex);
-        const Key key(kind, index, stream, x.numel() / columns, columns, x.scalar_type(),
-                      weight.scalar_type());
+        const Key key(which, index, stream, rows, columns, x.scalar_type(),
+                      (weight ? *weight : x).scalar_type());
         const auto found = store.plans.find(key);
         if (found == store.plans.end()) return nullptr;
         plan = &found->second;
@@ -156,14 +193,15 @@ Plan* plan_of(Store& store, Kind kind, std::initializer_list<const at::Tensor*> 
     return plan;
 }
 
-// Launches a plan with these words at the beginning of its block. A refused launch is left to
-// Python, which does the whole call again and raises the error.
-template <size_t count>
-bool launch(const Driver& driver, Plan& plan, const uint64_t (&words)[count]) {
+// Launches a plan with these addresses and numbers. A refused launch is left to Python, which does
+// the whole call again and raises the error.
+bool launch(const Driver& driver, Plan& plan, c10::ArrayRef<uint64_t> addresses, Numbers numbers) {
     const std::lock_guard<std::mutex> lock(plan.lane->mutex);
     if (plan.lane->paused) return false;
     auto* block = reinterpret_cast<char*>(plan.block.data());
-    std::memcpy(block, words, sizeof words);
+    const auto* at = plan.places.data();
+    for (const auto& value : addresses) std::memcpy(block + *at++, &value, sizeof value);
+    for (const auto& value : numbers) std::memcpy(block + *at++, &value, sizeof value);
     for (const auto offset : plan.scratch_at)
         std::memcpy(block + offset, &plan.lane->scratch, sizeof(uint64_t));
     for (const auto* kernel : {&plan.main, &plan.second}) {
@@ -176,40 +214,37 @@ bool launch(const Driver& driver, Plan& plan, const uint64_t (&words)[count]) {
     return true;
 }
 
-// What follows is not to be called with the GIL: it may wait for another call on the same stream,
-// and a launch for room in the driver's queue.
-
-// dx and dw
-Results serve_backward(Store& store, const at::Tensor& dy, const at::Tensor& x,
-                       const at::Tensor& rstd, const at::Tensor& weight) {
-    auto* plan = plan_of(store, kBackward, {&x, &dy}, weight);
-    if (!plan || !plain(rstd, x.device()) || rstd.scalar_type() != at::kFloat) return {};
-    if (rstd.numel() != x.numel() / x.size(-1) || !rstd.is_contiguous()) return {};
-    Results results{allocate_like(x), allocate_like(weight)};
-    const uint64_t words[] = {address(x),      address(dy),         address(rstd),
-                              address(weight), address(results[0]), address(results[1])};
-    return launch(store.driver, *plan, words) ? results : Results();
+// A tensor of a role that a call with these rows gives.
+at::Tensor make(char role, const at::Tensor& x, const at::Tensor& weight) {
+    if (role == 'X') return allocate_like(x);
+    if (role == 'r') {
+        auto sizes = x.sizes().vec(), strides = x.strides().vec();
+        for (auto& stride : strides) stride /= x.size(-1);
+        sizes.back() = strides.back() = 1;
+        return allocate(sizes, strides, x, at::kFloat);
+    }
+    const int64_t sizes[] = {role - '0', x.size(-1)}, strides[] = {x.size(-1), 1};
+    const size_t skipped = role == '1';
+    return allocate({sizes + skipped, 2 - skipped}, {strides + skipped, 2 - skipped}, x,
+                    weight.scalar_type());
 }
 
-// y, rstd and with a residual the sum. residual: null for none. eps: none for that of fp32.
-Results serve_forward(Store& store, const at::Tensor& x, const at::Tensor& weight,
-                      const at::Tensor* residual, std::optional<double> eps, double offset) {
-    auto* plan = residual ? plan_of(store, kAddForward, {&x, residual}, weight)
-                          : plan_of(store, kForward, {&x}, weight);
+// What a call gives. Not to be called with the GIL: it may wait for another call on the same stream,
+// and a launch for room in the driver's queue.
+Results serve(Store& store, int which, const Given& given, Numbers numbers) {
+    auto* plan = plan_of(store, which, given);
     if (!plan) return {};
-    auto sizes = x.sizes().vec(), strides = x.strides().vec();
-    for (auto& stride : strides) stride /= x.size(-1);
-    sizes.back() = strides.back() = 1;
-    Results results{allocate_like(x), allocate(sizes, strides, x, at::kFloat)};
-    uint64_t words[7] = {address(x), 0, address(weight), address(results[0]), address(results[1])};
-    if (residual) {
-        results.push_back(allocate_like(x));
-        words[1] = address(*residual);
-        words[5] = address(results[2]);
-    }
-    const float numbers[] = {float(eps.value_or(FLT_EPSILON)), float(offset)};
-    std::memcpy(&words[6], numbers, sizeof numbers);
-    return launch(store.driver, *plan, words) ? results : Results();
+    const auto& kind = store.kinds[which];
+    const auto* weight = shared(kind, given);
+    Results results;
+    results.reserve(kind.made.size());
+    for (const char role : kind.made)
+        results.push_back(make(role, *given[0], weight ? *weight : *given[0]));
+    c10::SmallVector<uint64_t, 12> addresses;
+    for (const auto* tensor : given) addresses.push_back(address(*tensor));
+    for (const auto& result : results) addresses.push_back(address(result));
+    if (!launch(store.driver, *plan, addresses, numbers)) results.clear();
+    return results;
 }
 
 }  // namespace NORMFORGE_NAMESPACE

@@ -1,5 +1,5 @@
-// What PyTorch calls of native.cpp: the autograd node of `rms_norm`, kernels of the operators, which
-// compiled code calls, and one of PyTorch's own backward for `install()`.
+// What PyTorch calls of native.cpp: the autograd node of a norm, and kernels of the operators, which
+// compiled code calls.
 
 #pragma once
 
@@ -7,6 +7,7 @@
 #include <Python.h>
 
 #include <algorithm>
+#include <set>
 
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/DynamicTypes.h>
@@ -26,15 +27,15 @@ using torch::autograd::variable_list;
 
 struct Reference {  // owns a Python object; hold the GIL
     PyObject* object;
-    explicit Reference(PyObject* taken) : object(taken) {
+    Reference(PyObject* taken) : object(taken) {
         if (!object) {
             python_error error;
             error.persist();
             throw std::move(error);
         }
     }
-    Reference(const Reference&) = delete;
-    ~Reference() { Py_DECREF(object); }
+    Reference(Reference&& other) : object(std::exchange(other.object, nullptr)) {}
+    ~Reference() { Py_XDECREF(object); }
 };
 
 struct WithoutGil {  // where this thread has it
@@ -44,13 +45,14 @@ struct WithoutGil {  // where this thread has it
     }
 };
 
-// The two results of a Python function; a result of None is undefined.
-Results call(PyObject* function, PyObject* const* arguments, size_t count) {
+// The results of a Python function; a result of None is undefined.
+Results call(PyObject* function, PyObject* const* arguments, size_t count, size_t wanted) {
     const Reference answer(PyObject_Vectorcall(function, arguments, count, nullptr));
-    TORCH_CHECK_TYPE(PyTuple_Check(answer.object) && PyTuple_GET_SIZE(answer.object) == 2,
-                     "two results were expected");
-    Results results(2);
-    for (size_t i = 0; i < 2; ++i) {
+    TORCH_CHECK_TYPE(PyTuple_Check(answer.object) &&
+                         PyTuple_GET_SIZE(answer.object) == static_cast<Py_ssize_t>(wanted),
+                     wanted, " results were expected");
+    Results results(wanted);
+    for (size_t i = 0; i < wanted; ++i) {
         PyObject* item = PyTuple_GET_ITEM(answer.object, i);
         TORCH_CHECK_TYPE(Py_IsNone(item) || THPVariable_Check(item), "a result must be a tensor");
         if (!Py_IsNone(item)) results[i] = THPVariable_Unpack(item);
@@ -58,11 +60,10 @@ Results call(PyObject* function, PyObject* const* arguments, size_t count) {
     return results;
 }
 
-template <size_t count>
-Results call(PyObject* function, const Reference (&given)[count]) {
-    PyObject* arguments[count];
-    for (size_t i = 0; i < count; ++i) arguments[i] = given[i].object;
-    return call(function, arguments, count);
+Results call(PyObject* function, const std::vector<Reference>& given, size_t wanted) {
+    std::vector<PyObject*> arguments;
+    for (const auto& each : given) arguments.push_back(each.object);
+    return call(function, arguments.data(), arguments.size(), wanted);
 }
 
 double number(PyObject* object) {
@@ -75,16 +76,20 @@ std::optional<double> number_or_none(PyObject* object) {
     return Py_IsNone(object) ? std::nullopt : std::optional(number(object));
 }
 
-Results forward_without_gil(Store& store, const at::Tensor& x, const at::Tensor& weight,
-                            const at::Tensor* residual, std::optional<double> eps, double offset) {
+float fp32(std::optional<double> number) { return number ? float(*number) : FLT_EPSILON; }
+
+Results serve_without_gil(Store& store, int which, const Given& given, Numbers numbers = {}) {
     const WithoutGil others_may_run;
-    return serve_forward(store, x, weight, residual, eps, offset);
+    return serve(store, which, given, numbers);
 }
 
-Results backward_without_gil(Store& store, const at::Tensor& dy, const at::Tensor& x,
-                             const at::Tensor& rstd, const at::Tensor& weight) {
-    const WithoutGil others_may_run;
-    return serve_backward(store, dy, x, rstd, weight);
+// The gradients of the parameters from what the kernel of a backward gives, of those that are wanted.
+// Two are the rows of one tensor.
+std::vector<at::Tensor> split(const at::Tensor& sums, c10::ArrayRef<bool> wanted) {
+    std::vector<at::Tensor> parts(wanted.size());
+    for (size_t i = 0; i < wanted.size(); ++i)
+        if (wanted[i]) parts[i] = wanted.size() == 1 ? sums : sums.select(0, i);
+    return parts;
 }
 
 // Whether somebody may ask the results of a backward for their gradient, which Python refuses.
@@ -93,51 +98,77 @@ bool may_be_differentiated(const at::Tensor& dy, const at::Tensor& x) {
 }
 
 struct Norm : torch::autograd::Function<Norm> {
-    // arguments: the Python objects of x, weight, eps and offset
+    // arguments: the Python objects of x, weight, of a norm that has one the bias, and the numbers
     static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x,
-                              const std::optional<at::Tensor>& weight, Store* store,
+                              const std::optional<at::Tensor>& weight,
+                              const std::optional<at::Tensor>& bias, Store* store,
                               PyObject* const* arguments) {
-        const auto eps = number_or_none(arguments[2]);
-        const double offset = number(arguments[3]);
-        const auto scale = weight.value_or(at::Tensor());
-        auto results = forward_without_gil(*store, x, scale, nullptr, eps, offset);
-        if (results.empty()) results = call(store->forward, arguments, 4);
-        ctx->save_for_backward({x, scale, results[1]});
+        const auto& kind = store->kinds[kForward];
+        const size_t tensors = 2 + store->with_bias(), count = kind.numbers.size();
+        const auto eps = number_or_none(arguments[tensors]);
+        const double offset = count > 1 ? number(arguments[tensors + 1]) : 0;
+        const float numbers[] = {fp32(eps), float(offset)};
+        Results results;
+        if (weight) {
+            Given given{&x, &*weight};
+            if (bias) given.push_back(&*bias);
+            results = serve_without_gil(*store, bias ? kForwardOfThree : kForward, given,
+                                        {numbers, count});
+        }
+        if (results.empty())
+            results = call(store->forward, arguments, tensors + count, kind.made.size());
+        variable_list kept{x, weight.value_or(at::Tensor())};
+        kept.insert(kept.end(), results.rbegin(), results.rend() - 1);  // rstd, and the mean
+        ctx->save_for_backward(kept);
         ctx->set_materialize_grads(false);
         ctx->saved_data["store"] = reinterpret_cast<int64_t>(store);
+        ctx->saved_data["bias"] = bias.has_value();
         ctx->saved_data["offset"] = offset;
         if (eps) ctx->saved_data["eps"] = *eps;
         return results[0];
     }
 
     static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
-        if (!gradients[0].defined()) return {{}, {}, {}, {}};
+        if (!gradients[0].defined()) return variable_list(5);
         const auto saved = ctx->get_saved_variables();
         const auto &dy = gradients[0], &x = saved[0], &weight = saved[1], &rstd = saved[2];
         auto& store = *reinterpret_cast<Store*>(ctx->saved_data.at("store").toInt());
         const double offset = ctx->saved_data.at("offset").toDouble();
         const bool need_dx = ctx->needs_input_grad(0);
         const bool need_dw = weight.defined() && ctx->needs_input_grad(1);
+        const bool need_db =
+            ctx->saved_data.at("bias").toBool() && ctx->needs_input_grad(1 + weight.defined());
+        const bool wanted[] = {need_dw, need_db};
+        const size_t parameters = 1 + store.with_bias();
         const auto eps = ctx->saved_data.find("eps");
         const bool none = eps == ctx->saved_data.end();
         const bool usual = none || eps->second.toDouble() >= NORMFORGE_SMALLEST_EPS;
-        if (need_dx && need_dw && offset == 0 && usual && !at::GradMode::is_enabled()) {
-            const auto results = backward_without_gil(store, dy, x, rstd, weight);
-            if (!results.empty()) return {results[0], results[1], {}, {}};
+        Results results;
+        if (need_dx && (need_dw || need_db) && offset == 0 && usual &&
+            !at::GradMode::is_enabled()) {
+            Given given{&dy, &x, &rstd, &weight};
+            if (saved.size() > 3) given.push_back(&saved[3]);
+            results = serve_without_gil(store, kBackward, given);
         }
-
-        const pybind11::gil_scoped_acquire gil;
-        const Reference given[] = {
-            Reference(THPVariable_Wrap(dy)),
-            Reference(THPVariable_Wrap(x)),
-            Reference(THPVariable_Wrap(weight)),
-            Reference(THPVariable_Wrap(rstd)),
-            Reference(none ? Py_NewRef(Py_None) : PyFloat_FromDouble(eps->second.toDouble())),
-            Reference(PyFloat_FromDouble(offset)),
-            Reference(PyBool_FromLong(need_dx)),
-            Reference(PyBool_FromLong(need_dw))};
-        const auto results = call(store.gradients, given);
-        return {results[0], results[1], {}, {}};
+        if (!results.empty()) {
+            const auto parts = split(results[1], c10::ArrayRef<bool>(wanted, parameters));
+            results.resize(1);
+            results.insert(results.end(), parts.begin(), parts.end());
+        } else {
+            const pybind11::gil_scoped_acquire gil;
+            std::vector<Reference> given;
+            given.emplace_back(THPVariable_Wrap(dy));
+            for (const auto& each : saved) given.emplace_back(THPVariable_Wrap(each));
+            given.emplace_back(none ? Py_NewRef(Py_None)
+                                    : PyFloat_FromDouble(eps->second.toDouble()));
+            if (store.kinds[kForward].numbers.size() > 1)
+                given.emplace_back(PyFloat_FromDouble(offset));
+            given.emplace_back(PyBool_FromLong(need_dx));
+            for (size_t i = 0; i < parameters; ++i) given.emplace_back(PyBool_FromLong(wanted[i]));
+            results = call(store.gradients, given, 1 + parameters);
+        }
+        results.resize(5);
+        return results;
     }
 };
 
@@ -149,51 +180,78 @@ struct Norm : torch::autograd::Function<Norm> {
 
 using Values = c10::ArrayRef<c10::IValue>;
 
-// dy, x, rstd, weight, dresidual, dw_dtype, weight_offset, need_dx, need_dw, package
-Results serve_backward_operator(Store& store, Values given) {
-    if (!given[3].isTensor() || !given[4].isNone() || !given[5].isNone()) return {};
-    if (given[6].toDouble() != 0 || !given[7].toBool() || !given[8].toBool()) return {};
-    auto results = backward_without_gil(store, given[0].toTensor(), given[1].toTensor(),
-                                        given[2].toTensor(), given[3].toTensor());
-    if (!results.empty())
-        results.push_back(allocate({0}, {1}, results[0], results[0].scalar_type()));
-    return results;
+size_t place_of(const c10::FunctionSchema& schema, const std::string& name) {
+    const auto found = schema.argumentIndexWithName(name);
+    TORCH_CHECK(found, schema.name(), " has no argument ", name);
+    return *found;
 }
 
-// x, residual if there is one, weight, eps, weight_offset, package
-Results serve_norm_operator(Store& store, Values given) {
-    const auto* residual = given.size() == 6 ? &given[1].toTensor() : nullptr;
-    const auto rest = given.slice(given.size() - 4);
-    if (!rest[0].isTensor()) return {};
-    return forward_without_gil(store, given[0].toTensor(), rest[0].toTensor(), residual,
-                               rest[1].toOptional<double>(), rest[2].toDouble());
-}
+// Where a call of an operator has what a kind of call takes. options: all other arguments, which are
+// None, 0 or true in such a call.
+struct Places {
+    int which;
+    std::vector<size_t> tensors, numbers, options;
+    Places(const Store& store, int which, const c10::FunctionSchema& schema) : which(which) {
+        const auto& kind = store.kinds[which];
+        std::vector<bool> taken(schema.arguments().size());
+        taken[place_of(schema, "package")] = true;
+        for (const auto& name : kind.names) tensors.push_back(place_of(schema, name));
+        for (const auto& name : kind.numbers) numbers.push_back(place_of(schema, name));
+        for (const auto* places : {&tensors, &numbers})
+            for (const auto at : *places) taken[at] = true;
+        for (size_t at = 0; at < taken.size(); ++at)
+            if (!taken[at]) options.push_back(at);
+    }
 
-using Serve = Results (*)(Store&, Values);
-constexpr std::pair<const char*, Serve> OPERATORS[] = {
-    {"rms_norm_backward", serve_backward_operator},
-    {"rms_norm", serve_norm_operator},
-    {"add_rms_norm", serve_norm_operator}};
+    Results serve(Store& store, Values given) const {
+        Given found;
+        c10::SmallVector<float, 2> values;
+        for (const auto at : tensors) {
+            if (!given[at].isTensor()) return {};
+            found.push_back(&given[at].toTensor());
+        }
+        for (const auto at : options) {
+            const auto& value = given[at];
+            if (!(value.isNone() || (value.isDouble() && value.toDouble() == 0) ||
+                  (value.isBool() && value.toBool())))
+                return {};
+        }
+        for (const auto at : numbers) values.push_back(fp32(given[at].toOptional<double>()));
+        return serve_without_gil(store, which, found, values);
+    }
+};
 
 struct Operator : c10::OperatorKernel {
     Store& store;
-    const Serve serve;
+    const size_t package_at;
     const std::string package;
     const c10::SafeKernelFunction other;  // of another package, or in Python
-    Operator(Store& store, Serve serve, std::string package, c10::SafeKernelFunction other)
-        : store(store), serve(serve), package(std::move(package)), other(std::move(other)) {}
+    std::vector<Places> places;           // of the kinds of calls that it serves
+    Operator(Store& store, const std::string& name, std::string package,
+             const c10::FunctionSchema& schema, c10::SafeKernelFunction other)
+        : store(store),
+          package_at(place_of(schema, "package")),
+          package(std::move(package)),
+          other(std::move(other)) {
+        for (int which = 0; which < kKinds; ++which)
+            if (store.kinds[which].operation == name) places.emplace_back(store, which, schema);
+    }
     void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet keys,
                     torch::jit::Stack* stack) {
-        const auto given = torch::jit::last(*stack, handle.schema().arguments().size());
+        const auto& schema = handle.schema();
+        const auto given = torch::jit::last(*stack, schema.arguments().size());
         const auto wants_gradient = [](const c10::IValue& value) {
             return value.isTensor() && value.toTensor().requires_grad();
         };
         Results results;
-        if (!store.retired && given.back().toStringRef() == package &&
+        if (!store.retired && given[package_at].toStringRef() == package &&
             (!at::GradMode::is_enabled() ||
              std::none_of(given.begin(), given.end(), wants_gradient)))
-            results = serve(store, given);
+            for (size_t i = 0; i < places.size() && results.empty(); ++i)
+                results = places[i].serve(store, given);
         if (results.empty()) return other.callBoxed(handle, keys, stack);
+        while (results.size() < schema.returns().size())  // the results of options
+            results.push_back(allocate({0}, {1}, results[0], results[0].scalar_type()));
         torch::jit::drop(*stack, given.size());
         for (auto& result : results) stack->emplace_back(std::move(result));
     }
@@ -205,70 +263,17 @@ void take_operators(Store& store, const char* space, const std::string& overload
     using K = c10::DispatchKey;
     const auto key = store.device_type == at::kCPU ? K::AutogradCPU : K::AutogradCUDA;
     auto* library = new torch::Library(torch::Library::IMPL, space, key, __FILE__, __LINE__);
-    for (const auto& [name, serve] : OPERATORS) {
+    std::set<std::string> names;
+    for (const auto& kind : store.kinds) names.insert(kind.operation);
+    for (const auto& name : names) {
         const auto full_name = std::string(space) + "::" + name;
         const auto handle =
             c10::Dispatcher::singleton().findSchemaOrThrow(full_name.c_str(), overload.c_str());
         auto other = handle.getComputedKernelForDispatchKey(key);
         library->impl((name + ("." + overload)).c_str(),
                       torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Operator>(
-                          store, serve, package, std::move(other))));
+                          store, name, package, handle.schema(), std::move(other))));
     }
-}
-
-// ---- PyTorch's own backward ---------------------------------------------------------------------
-// A kernel for the key of the device, below autograd, before the one of `install()` in Python. What
-// it does not serve goes to the Python function itself: a call that is under way when the package
-// is uninstalled has to end as it began, and PyTorch calls no kernel that it has removed.
-
-template <class Items, class Make>
-PyObject* list_of(const Items& items, Make make) {
-    const Reference list(PyList_New(items.size()));
-    for (size_t i = 0; i < items.size(); ++i) PyList_SET_ITEM(list.object, i, make(items[i]));
-    return Py_NewRef(list.object);
-}
-
-struct PyTorchsBackward : c10::OperatorKernel {
-    Store& store;
-    PyObject* const python;  // stays alive as long as this
-    PyTorchsBackward(Store& store, PyObject* python) : store(store), python(python) {}
-    // dy, x, normalized_shape, rstd, weight, output_mask
-    void operator()(const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack* stack) {
-        const auto given = torch::jit::pop(*stack, 6);
-        const auto tensor = [&](int i) {
-            return given[i].isTensor() ? given[i].toTensor() : at::Tensor();
-        };
-        const at::Tensor dy = tensor(0), x = tensor(1), rstd = tensor(3), weight = tensor(4);
-        const auto shape = given[2].toIntVector();
-        const auto wanted = given[5].toBoolList().vec();
-        Results results;
-        if (shape.size() == 1 && wanted == std::vector<bool>{true, true} &&
-            !may_be_differentiated(dy, x))
-            results = backward_without_gil(store, dy, x, rstd, weight);
-        if (results.empty()) {
-            const pybind11::gil_scoped_acquire gil;
-            const Reference arguments[] = {Reference(THPVariable_Wrap(dy)),
-                                           Reference(THPVariable_Wrap(x)),
-                                           Reference(list_of(shape, PyLong_FromLongLong)),
-                                           Reference(THPVariable_Wrap(rstd)),
-                                           Reference(THPVariable_Wrap(weight)),
-                                           Reference(list_of(wanted, PyBool_FromLong))};
-            results = call(python, arguments);
-        }
-        for (auto& result : results) stack->emplace_back(std::move(result));
-    }
-};
-
-// The kernel stays in its place as long as the library.
-torch::Library* take_backward(Store& store, PyObject* python) {
-    using K = c10::DispatchKey;
-    const auto key = store.device_type == at::kCPU ? K::CPU : K::CUDA;
-    auto library = std::make_unique<torch::Library>(torch::Library::IMPL, "aten", key, __FILE__,
-                                                    __LINE__);
-    library->impl("_fused_rms_norm_backward",
-                  torch::CppFunction::makeFromBoxedFunctor(
-                      std::make_unique<PyTorchsBackward>(store, python)));
-    return library.release();
 }
 
 }  // namespace NORMFORGE_NAMESPACE

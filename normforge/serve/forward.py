@@ -72,7 +72,7 @@ class Forward:
         refuses a launch.
         """
         if self.native is not None:
-            found = self.native(x, weight, eps, weight_offset, residual)
+            found = self.native(x, weight, residual, eps, weight_offset)
             if found is not None:
                 return found
         calls = self._calls[weight is None, residual is None]

@@ -27,8 +27,8 @@ class KnownCall:
     def __init__(
         self, kernel: LoadedKernel, launch: Launch, extent: Extent, wants_sums: bool
     ) -> None:
-        self.kernel, self.launch = kernel, launch
-        self._extent, self._wants_sums = extent, wants_sums
+        self.kernel, self.launch, self.extent = kernel, launch, extent
+        self._wants_sums = wants_sums
         self._bindings: dict[tuple[int, int], Binding] = {}
 
     def bind(
@@ -41,7 +41,7 @@ class KnownCall:
     ) -> Binding:
         """A binding to a raw stream of the current device, `device`; see `binding.bind`."""
         at = (device, stream, zeros, scratch)
-        return bind(self.kernel, self.launch, self._extent, *at, self._wants_sums, workspace)
+        return bind(self.kernel, self.launch, self.extent, *at, self._wants_sums, workspace)
 
     def binding(self, device: int, stream: int, workspace: StreamWorkspace) -> Binding:
         """The binding to the stream of a workspace that is large enough. Hold its lock."""

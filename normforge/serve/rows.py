@@ -37,9 +37,10 @@ class RowServer:
     kernel, the formula serves, on a GPU with a warning.
     """
 
-    def __init__(self, operation: RowOperation, source: Source | str) -> None:
-        """source: where the kernels are, or a sentence that says why there are none."""
-        self.operation, self.source = operation, source
+    def __init__(self, operation: RowOperation, source: Source | str, native: Any = None) -> None:
+        """source: where the kernels are, or a sentence that says why there are none. native: a
+        Native, which learns what served a call."""
+        self.operation, self.source, self._native = operation, source, native
         self._workspaces, self._warn = Workspaces(), WarnOnce()
         self._known = KnownCalls(operation.signature)
 
@@ -180,6 +181,8 @@ class RowServer:
         if known is not None:
             made = self.outputs(x, tensors, into)
             self._launch(known, {**tensors, **made})
+            if self._native is not None and self._native.learn_rows is not None and not into:
+                self._native.learn_rows(known, tensors)
             return made
         signature, N = self.operation.signature, x.shape[-1]
         given = {name: resolved(given) for name, given in tensors.items() if given is not None}

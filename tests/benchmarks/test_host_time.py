@@ -165,8 +165,8 @@ def test_lines_of_rms_norm_run(tmp_path: Path) -> None:
         ]
         for mine, theirs in zip(*found, strict=False):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
-    natively = [one for one, _ in host_time.COMPARED if one.endswith("native")]
-    assert {one.removesuffix(", native") for one in natively} == points.keys()
+    natively = {one for one, _ in host_time.COMPARED if one.endswith("native")}
+    assert natively.issuperset(f"{name}, native" for name in points)
 
 
 def test_lines_of_layer_norm_run(tmp_path: Path) -> None:

@@ -180,6 +180,7 @@ def test_a_compiler_reads_what_the_host_packs(name: str, tmp_path: Path) -> None
     assert [*found] == [*names]
     assert {arg: value for arg, (_, value) in found.items()} == {n: values[n] for n in names}
     assert {t.name: found[t.name][0] for t in addressed(signature)} == layout.places
+    assert {t.name: found[t.name][0] for t in signature.numbers} == layout.numbers_at
     assert tuple(found[arg][0] for arg in WORKSPACE) == layout.workspace_at
     assert layout.scratch_at[0] == found["scratch"][0]
 
@@ -221,6 +222,7 @@ def test_layout_of_any_signature_is_that_of_its_structure(signature: Signature) 
     found = places(structure)
     assert tuple(found) == argument_names(signature)
     assert {t.name: found[t.name][0] for t in addressed(signature)} == layout.places
+    assert {t.name: found[t.name][0] for t in signature.numbers} == layout.numbers_at
     assert tuple(found[name][0] for name in WORKSPACE) == layout.workspace_at
     assert layout.behind_at == tuple(layout.places[t.name] for t in signature.behind)
     # The second kernel's behind the main one's, aligned, and no two in one place.

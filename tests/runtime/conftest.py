@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,19 @@ import pytest
 import torch
 
 from normforge.api import Package
+from normforge.frontends import layer_norm_operators
+from normforge.frontends.layer_norm import LayerNormPackage
 from normforge.launch.loaded_kernel import LoadedKernel
 from normforge.native import build
+from normforge.operations import LAYERNORM_FORWARD
+from normforge.operations.formula import evaluate
 from normforge.serve.checks import check_arguments
+from normforge.serve.options import DTYPES
 from normforge.spec import KernelSpec
-from normforge.table import TABLE, Table
+from normforge.table import TABLE, Kernel, Table
 from tests.support.entry_points import aten_on_cpu, write_package
 from tests.support.fake_driver import (
+    LAYER_NORM,
     SPEC,
     TARGET,
     Calls,
@@ -31,7 +38,7 @@ from tests.support.fake_driver import (
     stand_in,
     use_device,
 )
-from tests.support.native import Machine, started
+from tests.support.native import OPERATIONS, Machine, started
 
 
 @pytest.fixture(scope="module")
@@ -115,19 +122,46 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 @pytest.fixture
-def make(machine: Machine, module: Any, tmp_path: Path) -> Callable[..., Package]:
-    """Makes a package whose kernels run on the fake device, native path on."""
-    numbers = itertools.count()
+def operation() -> str:
+    """The operation of the packages of `make`."""
+    return OPERATIONS[0]
 
-    def make(spec: KernelSpec = SPEC, on: bool = True) -> Package:
+
+def formula_of_forward(given: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Compute what a kernel of LayerNorm's forward does."""
+    found = evaluate(LAYERNORM_FORWARD, given)
+    return {**found, "y": found["y"].to(given["x"].dtype)}
+
+
+@pytest.fixture
+def make(
+    machine: Machine,
+    module: Any,
+    tmp_path: Path,
+    operation: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[..., Any]:
+    """Makes a package whose kernels of the backward run on the fake device, native path on."""
+    numbers, centred = itertools.count(), operation == OPERATIONS[1]
+    # The formula of the forward does not round what it saves.
+    monkeypatch.setattr(layer_norm_operators, "_ON_CPU", tuple(DTYPES))
+
+    def make(spec: KernelSpec = SPEC, on: bool = True) -> Any:
         folder = tmp_path / str(next(numbers))
         folder.mkdir()
+        kernels = [spec, *(fallback(4096, size).spec for size in (16, 2))]
+        if centred:
+            kernels = [replace(one, **LAYER_NORM) for one in kernels]  # type: ignore[arg-type]
         # Tuned for one row: the nearest for any number of rows, whatever is chosen for few.
-        table = Table(TARGET, (entry(1, spec),), (fallback(4096, 16), fallback(4096, 2)))
+        others = tuple(Kernel(f"any{one.vector_bytes}", "", one) for one in kernels[1:])
+        table = Table(TARGET, (entry(1, kernels[0]),), others)
         (folder / TABLE).write_text(json.dumps(table.to_json()))
-        package = Package(folder)
+        package: Any = LayerNormPackage(folder) if centred else Package(folder)
+        if centred:
+            package._kernels.may_serve = lambda x: x.numel() > 0
+            package._kernels.server.by_kernel = formula_of_forward
         loaded: dict[Any, LoadedKernel] = {}
-        package._source(None).loaded.get = lambda kernel: loaded.setdefault(  # type: ignore[method-assign]
+        package._source(None).loaded.get = lambda kernel: loaded.setdefault(
             kernel, LoadedKernel(b"cubin", kernel.spec)
         )
         formula = package._find
@@ -138,7 +172,7 @@ def make(machine: Machine, module: Any, tmp_path: Path) -> Callable[..., Package
                 return package._with_kernel(given, options, 0)
             return formula(given, options)
 
-        package._find = find  # type: ignore[method-assign]
+        package._find = find
         package._calls._device = ""
         return started(package, module, machine.addresses, on_cpu=True) if on else package
 

@@ -31,7 +31,15 @@ from normforge.serve.options import composition
 from normforge.serve.rows import RowServer
 from tests.support.entry_points import leaf, routing_on_cpu, write_layer_norm_package
 from tests.support.fresh import printed_by
-from tests.support.native import by_autograd, by_backward, in_threads, inputs, learned, rows
+from tests.support.native import (
+    OPERATIONS,
+    by_autograd,
+    by_backward,
+    in_threads,
+    inputs,
+    learned,
+    rows,
+)
 from tests.support.patience import patience
 
 
@@ -196,7 +204,10 @@ def test_gated_norms_count_in_both_directions_and_by_groups(recorder: Recorder) 
     }
 
 
-def test_calls_that_are_served_in_cpp_count(make: Any, machine: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("operation", OPERATIONS, indirect=True)
+def test_calls_that_are_served_in_cpp_count(
+    make: Any, machine: Any, tmp_path: Path, operation: str
+) -> None:
     package = make()
     learned(package)
     recorder = normforge.collect(tmp_path / "shapes.yaml")
@@ -204,13 +215,18 @@ def test_calls_that_are_served_in_cpp_count(make: Any, machine: Any, tmp_path: P
     by_autograd(package, **inputs())
     by_backward(package, **inputs())
     assert len(machine.launches) == before, "Python served them"
-    assert counted(recorder) == {"rmsnorm_backward 6x1024:bf16": 2}
+    assert counted(recorder)[f"{operation} 6x1024:bf16"] == 2
     learned(package, M=8)
-    assert counted(recorder)["rmsnorm_backward 8x1024:bf16"] == 4
+    assert counted(recorder)[f"{operation} 8x1024:bf16"] == 4
     machine.capturing = True  # Python serves these, once each
     by_backward(package, **inputs())
     assert len(machine.launches) > before
-    assert counted(recorder)["rmsnorm_backward 6x1024:bf16"] == 3
+    assert counted(recorder)[f"{operation} 6x1024:bf16"] == 3
+    forwards = {name: count for name, count in counted(recorder).items() if "forward" in name}
+    if operation == OPERATIONS[0]:  # its forward is tuned with its backward
+        assert forwards == {}
+    else:  # those of `by_autograd` and `learned`, by the formula
+        assert forwards == {f"layernorm_forward {M}x1024:bf16": n for M, n in ((6, 1), (8, 4))}
 
 
 def test_threads_lose_no_call_while_the_file_is_written(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,19 @@ from generator.package.emit import emit_package
 from generator.problem import Problem
 from generator.target import Target
 from normforge.api import Package
-from tests.support.entry_points import INSTALL, MODULE, Training, equal_bits, norm_of
-from tests.support.native import in_threads, installed_natively
+from normforge.frontends.layer_norm import LayerNormPackage
+from normforge.operations import LAYERNORM_FORWARD
+from tests.support.entry_points import Training, equal_bits
+from tests.support.native import (
+    OPERATIONS,
+    by_backward,
+    in_threads,
+    installed_natively,
+    layer_norm_only,
+    mean_of,
+    module_of,
+    norm,
+)
 from tests.support.samples import compiled_fallbacks, compiled_forwards, planted_entry
 
 TUNED = (
@@ -27,13 +39,28 @@ TUNED = (
 )
 
 
+@pytest.fixture(scope="module", params=OPERATIONS)
+def operation(request: pytest.FixtureRequest) -> str:
+    """The operation of the packages."""
+    name: str = request.param
+    return name
+
+
 @pytest.fixture(scope="module")
-def on_gpu(here: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A package of a few tuned shapes and the fallback kernels."""
-    folder = tmp_path_factory.mktemp("native") / "rmsnorm_backward"
-    entries = [planted_entry(shape, here, strategy=strategy) for shape, strategy in TUNED]
-    emit_package(entries, compiled_fallbacks(here), here, folder)
-    return folder
+def on_gpu(here: Target, operation: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A package of a few tuned shapes and the fallback kernels; beside one of LayerNorm, a package
+    of its forward."""
+    folder = tmp_path_factory.mktemp("native")
+    problems = [(Problem.parse(shape, operation), strategy) for shape, strategy in TUNED]
+    entries = [planted_entry(problem, here, strategy=strategy) for problem, strategy in problems]
+    fallbacks = compiled_fallbacks(here, operation)
+    emit_package(entries, fallbacks, here, folder / operation)
+    if operation == OPERATIONS[1]:
+        name = LAYERNORM_FORWARD.name
+        forwards = [Problem.parse(shape, name) for shape, _ in TUNED]
+        entries = [planted_entry(problem, here, strategy="none") for problem in forwards]
+        emit_package(entries, compiled_fallbacks(here, name), here, folder / name)
+    return folder / operation
 
 
 class Pair:
@@ -41,15 +68,19 @@ class Pair:
     went to Python."""
 
     def __init__(self, folder: Path) -> None:
-        self.python, self.native = Package(folder, "python"), Package(folder, "native")
+        made: Any = LayerNormPackage if folder.name == OPERATIONS[1] else Package
+        self.python, self.native = made(folder, "python"), made(folder, "native")
         self.fallbacks = 0
-        gradients = self.native._norm.gradients
+        start = self.native._native.start
 
-        def counted(*given: Any) -> Any:
-            self.fallbacks += 1
-            return gradients(*given)
+        def started(forward: Any, gradients: Any, *others: Any) -> None:
+            def counted(*given: Any) -> Any:
+                self.fallbacks += 1
+                return gradients(*given)
 
-        self.native._norm.gradients = counted  # type: ignore[method-assign]
+            start(forward, counted, *others)
+
+        self.native._native.start = started
         self.native.use_native()
 
 
@@ -59,6 +90,7 @@ def pair(on_gpu: Path) -> Pair:
 
 
 def gpu_inputs(shape: str, seed: int = 0) -> Any:
+    """Return x and the weight, which a bias may be, too, and dy."""
     problem = Problem.parse(shape)
     made = make_inputs(problem, torch.device("cuda", 0))
     generator = torch.Generator("cuda").manual_seed(seed)
@@ -66,11 +98,19 @@ def gpu_inputs(shape: str, seed: int = 0) -> Any:
     return made.x.requires_grad_(), made.weight.requires_grad_(), dy
 
 
-def steps(package: Package, shape: str, count: int = 6, seed: int = 0) -> list[torch.Tensor]:
+def gradients(package: Any, x: Any, weight: Any, dy: Any) -> list[torch.Tensor]:
+    """Return the gradients of a norm, of which LayerNorm has a bias of its own."""
+    leaves = (x, weight)
+    if isinstance(package, LayerNormPackage):
+        leaves = (*leaves, weight.detach().clone().requires_grad_())
+    return list(torch.autograd.grad(norm(package, *leaves), leaves, dy))
+
+
+def steps(package: Any, shape: str, count: int = 6, seed: int = 0) -> list[torch.Tensor]:
     x, weight, dy = gpu_inputs(shape, seed)
     results: list[torch.Tensor] = []
     for _ in range(count):
-        results += torch.autograd.grad(package.rms_norm(x, weight, 1e-6), (x, weight), dy)
+        results += gradients(package, x, weight, dy)
     return results
 
 
@@ -93,10 +133,11 @@ def test_gpu_native_launches_give_the_bits_of_python(pair: Pair, shape: str) -> 
     x, weight, dy = gpu_inputs(shape)
     rstd = torch.rsqrt(x.detach().float().square().mean(-1, keepdim=True) + 1e-6)
     given = (dy, x.detach(), rstd, weight.detach())
-    assert pair.native._native.backward is not None
-    direct = pair.native._native.backward(*given)
-    assert direct is not None
-    assert equal_bits(list(direct), list(pair.python.rmsnorm_backward(*given)))
+    if not isinstance(pair.native, LayerNormPackage):
+        direct = pair.native._native.backward(*given)
+    elif (served := pair.native._native.backward(*given, mean_of(rstd))) is not None:
+        direct = served[0], *served[1]
+    assert equal_bits(list(direct), list(by_backward(pair.python, *given)))
 
 
 @pytest.fixture(scope="module")
@@ -128,8 +169,28 @@ def test_gpu_native_forwards_give_the_bits_of_python(forwards: Path, shape: str)
         found = served(native)
     assert native._forward.native is not None
     for other in (None, residual):
-        assert native._forward.native(x, weight, 1e-6, 0.0, other) is not None
+        assert native._forward.native(x, weight, other, 1e-6, 0.0) is not None
     assert equal_bits(found, served(python))
+
+
+@pytest.mark.gpu
+@layer_norm_only
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("shape", ["68x1024:bf16", "777x1024:fp16", "300x1000:bf16"])
+def test_gpu_native_layer_norms_give_the_bits_of_python(
+    pair: Pair, operation: str, shape: str, biased: bool
+) -> None:
+    x, weight, _ = (tensor.detach() for tensor in gpu_inputs(shape))
+    given = (x, weight, weight.flip(0) if biased else None, 1e-6)
+
+    def served(package: Any) -> list[torch.Tensor]:
+        of_graph = package.ops.layer_norm(x, None, *given[1:], package.name)
+        return [package.layer_norm(*given), *package.layer_norm_forward(*given), *of_graph[:3]]
+
+    for _ in range(3):
+        found = served(pair.native)
+    assert pair.native._native.forward(*given) is not None
+    assert equal_bits(found, served(pair.python))
 
 
 @pytest.mark.gpu
@@ -138,12 +199,12 @@ def test_gpu_compiled_backward_needs_no_python(
     pair: Pair, shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, weight, dy = gpu_inputs(shape)
-    norm = torch.compile(
-        lambda x, weight: pair.native.rms_norm(x, weight, 1e-6), backend="aot_eager", fullgraph=True
-    )
+    leaves = (x, weight, weight.detach().clone().requires_grad_())
+    leaves = leaves if isinstance(pair.native, LayerNormPackage) else leaves[:2]
+    compiled = torch.compile(partial(norm, pair.native), backend="aot_eager", fullgraph=True)
 
     def step() -> list[torch.Tensor]:
-        return list(torch.autograd.grad(norm(x, weight), (x, weight), dy))
+        return list(torch.autograd.grad(compiled(*leaves), leaves, dy))
 
     for _ in range(4):
         found = step()
@@ -191,30 +252,30 @@ def test_gpu_two_devices_in_turn(pair: Pair, shape: str) -> None:
     there = [t.detach().to("cuda:1").requires_grad_(t.requires_grad) for t in here]
     for _ in range(8):
         for x, weight, dy in (here, there):
-            grads = torch.autograd.grad(pair.native.rms_norm(x, weight, 1e-6), (x, weight), dy)
+            grads = gradients(pair.native, x, weight, dy)
             rstd = torch.rsqrt(x.detach().float().square().mean(-1, keepdim=True) + 1e-6)
             given = (dy, x.detach(), rstd, weight.detach())
-            direct = pair.native.rmsnorm_backward(*given)
+            direct = by_backward(pair.native, *given)
             assert torch.cuda.current_device() == 0
             assert {result.device for result in (*grads, *direct)} == {x.device}
             assert equal_bits([result.cpu() for result in grads], wanted)
-            assert equal_bits(list(direct), list(pair.python.rmsnorm_backward(*given)))
+            assert equal_bits(list(direct), list(by_backward(pair.python, *given)))
     assert pair.fallbacks < 8
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", ["68x1024:bf16", "777x1024:bf16"])
 def test_gpu_native_and_python_calls_mix_on_one_stream(pair: Pair, shape: str) -> None:
-    """`rmsnorm_backward` with an option goes through Python in between, on the same stream."""
+    """A backward with an option goes through Python in between, on the same stream."""
     x, weight, dy = gpu_inputs(shape)
     rstd = torch.rsqrt(x.detach().float().square().mean(-1, keepdim=True) + 1e-6)
     wanted = steps(pair.python, shape, 1)
-    wide = pair.python.rmsnorm_backward(dy, x, rstd, weight, dw_dtype=torch.float32)
+    wide = by_backward(pair.python, dy, x, rstd, weight, dw_dtype=torch.float32)
     results: list[torch.Tensor] = []
     mixed: list[Any] = []
     for _ in range(100):
-        results += torch.autograd.grad(pair.native.rms_norm(x, weight, 1e-6), (x, weight), dy)
-        mixed += pair.native.rmsnorm_backward(dy, x, rstd, weight, dw_dtype=torch.float32)
+        results += gradients(pair.native, x, weight, dy)
+        mixed += by_backward(pair.native, dy, x, rstd, weight, dw_dtype=torch.float32)
     assert equal_bits(results, wanted * 100) and equal_bits(mixed, list(wide) * 100)
     assert pair.fallbacks < 10
 
@@ -225,7 +286,7 @@ def test_gpu_captured_backward_goes_through_python(pair: Pair, shape: str) -> No
     x, weight, dy = gpu_inputs(shape)
 
     def backward() -> list[torch.Tensor]:
-        return list(torch.autograd.grad(pair.native.rms_norm(x, weight, 1e-6), (x, weight), dy))
+        return gradients(pair.native, x, weight, dy)
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -253,10 +314,10 @@ def test_gpu_graph_that_is_kept_is_gone_through_again(pair: Pair, threaded: bool
     steps(pair.native, "777x1024:bf16")
     before = pair.fallbacks
     with torch.autograd.set_multithreading_enabled(threaded):
-        y = pair.native.rms_norm(x, weight, 1e-6)
+        y = norm(pair.native, x, weight)
         one, two = (torch.autograd.grad(y, (x, weight), dy, retain_graph=True) for _ in range(2))
     assert equal_bits(list(one), list(two))
-    assert equal_bits(list(one), steps(pair.python, "777x1024:bf16", 1))
+    assert equal_bits(list(one), steps(pair.python, "777x1024:bf16", 1)[:2])
     assert pair.fallbacks == before
 
 
@@ -271,7 +332,7 @@ def test_gpu_trainings_have_the_same_bits(
     torch.use_deterministic_algorithms(deterministic)
     try:
         runs = [
-            Training(*norm_of(package, MODULE), "cuda", torch.bfloat16, **sizes).train(8)
+            Training(partial(module_of, package), False, "cuda", torch.bfloat16, **sizes).train(8)
             for package in (pair.python, pair.native)
         ]
     finally:
@@ -280,18 +341,21 @@ def test_gpu_trainings_have_the_same_bits(
     assert 0 < pair.fallbacks < 8 * 9
 
 
-def installed_steps(package: Package, shape: str, count: int = 6) -> list[torch.Tensor]:
+def installed_steps(package: Any, shape: str, count: int = 6) -> list[torch.Tensor]:
     """Gradients by PyTorch's norm while the package is installed."""
     x, weight, dy = gpu_inputs(shape)
-    norm, results = torch.nn.functional.rms_norm, []
+    theirs: Any = torch.nn.functional.rms_norm
+    if isinstance(package, LayerNormPackage):
+        theirs = torch.nn.functional.layer_norm
+    results: list[torch.Tensor] = []
     with package.installed():
         for _ in range(count):
-            y = norm(x, weight.shape, weight, 1e-6)
+            y = theirs(x, weight.shape, weight, eps=1e-6)
             results += torch.autograd.grad(y, (x, weight), dy)
     return results
 
 
-def asked(package: Package) -> list[None]:
+def asked(package: Any) -> list[None]:
     """Grows with every plain call of PyTorch's backward that Python serves, installed from now."""
     installation, calls = package._installation, []
     quick = installation._quick
@@ -316,15 +380,17 @@ def test_gpu_installed_native_backward_gives_the_bits_of_python(pair: Pair, shap
 
 @pytest.mark.gpu
 def test_gpu_native_path_that_starts_while_installed(on_gpu: Path) -> None:
-    package, shape = Package(on_gpu), "777x1024:bf16"
+    made: Any = LayerNormPackage if on_gpu.name == OPERATIONS[1] else Package
+    package, shape = made(on_gpu), "777x1024:bf16"
     calls = asked(package)
     wanted = installed_steps(package, shape)
     with package.installed():
         package.use_native()
-        assert installed_natively() and equal_bits(installed_steps(package, shape), wanted)
+        assert installed_natively(package.ops.aten[-1])
+        assert equal_bits(installed_steps(package, shape), wanted)
         before = len(calls)
         assert equal_bits(installed_steps(package, shape), wanted) and len(calls) == before
-    assert not installed_natively()
+    assert not installed_natively(package.ops.aten[-1])
 
 
 @pytest.mark.gpu
@@ -333,8 +399,11 @@ def test_gpu_trainings_of_pytorch_norms_have_the_same_bits(pair: Pair) -> None:
     runs, calls = [], asked(pair.native)
     for package in (pair.python, pair.native):
         with package.installed():
-            norm = norm_of(package, INSTALL)
+            module: Any = torch.nn.RMSNorm
+            if isinstance(package, LayerNormPackage):
+                module = torch.nn.LayerNorm
             sizes = {"width": 1024, "heads": 8, "tokens": 32}
-            runs.append(Training(*norm, "cuda", torch.bfloat16, **sizes).train(8))
+            of_width = partial(module, eps=1e-6)
+            runs.append(Training(of_width, False, "cuda", torch.bfloat16, **sizes).train(8))
     assert equal_bits(*runs)
     assert 0 < len(calls) < 8 * 9

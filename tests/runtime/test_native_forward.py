@@ -4,6 +4,8 @@ goes to Python. The extension is the real one; the driver is made of callbacks."
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,25 +13,31 @@ import torch
 from cuda.bindings import driver as cuda
 from torch.testing._internal.two_tensor import TwoTensor
 
-from normforge.api import Package
+from normforge.frontends.layer_norm import LayerNormPackage
 from normforge.launch import forward_call as call_module
 from normforge.launch.driver import LaunchError
 from normforge.launch.forward_call import forward_call
 from normforge.launch.loaded_kernel import LoadedKernel
 from normforge.launch.row_layout import row_layout
 from normforge.launch.workspace import PER_THREAD
+from normforge.operations import LAYERNORM_FORWARD
 from normforge.serve.checks import check_forward
+from normforge.serve.collect import Recorder, collecting
 from normforge.serve.reference import reference_forward
 from tests.support.entry_points import equal_bits
+from tests.support.fake_driver import SPEC, entry, row_server, use_row_servers
 from tests.support.forward import of_kind
 from tests.support.native import (
+    OPERATIONS,
     STATES,
+    AnyPackage,
     Machine,
     Watch,
     alike,
     attempt,
     in_state,
     in_threads,
+    norm,
     rows,
     shifted,
     spread,
@@ -37,12 +45,24 @@ from tests.support.native import (
 )
 
 
+@pytest.fixture(params=OPERATIONS)
+def operation(request: pytest.FixtureRequest) -> str:
+    """The operation of the packages of `make`."""
+    name: str = request.param
+    return name
+
+
 @pytest.fixture
-def package(make: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Package]:
+def package(
+    make: Any, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., AnyPackage]:
     """Makes a package whose forwards run on the fake device, too."""
     # `forward_call` asks a tensor for its device, and these are the CPU's.
     monkeypatch.setattr(torch.Tensor, "get_device", lambda _: 0)
+    use_row_servers(monkeypatch, machine)
     kernel = LoadedKernel(b"cubin", of_kind("4096x1024:bf16").spec(132))
+    without = {"strategy": "none", "way": "", "operation": LAYERNORM_FORWARD.name}
+    entries = (entry(1, replace(SPEC, name="forward", **without)),)
 
     def prepare(x: torch.Tensor, weight: Any, residual: Any) -> Any:
         check_forward(x, weight, residual)
@@ -52,9 +72,14 @@ def package(make: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Package
         layouts = (row_layout(x), None if residual is None else row_layout(residual))
         return forward_call(kernel, x, weight, residual, *layouts)
 
-    def made(on: bool = True) -> Package:
-        package: Package = make(on=on)
-        package._forward._prepare = prepare  # type: ignore[method-assign]
+    def made(on: bool = True) -> AnyPackage:
+        package: Any = make(on=on)
+        if isinstance(package, LayerNormPackage):
+            package._kernels.by(lambda: row_server(LAYERNORM_FORWARD, *entries).source)
+            server = package._kernels.server
+            server.by_kernel = lambda given: server._by_kernel(given["x"], given)
+            return package
+        package._forward._prepare = prepare
         for calls in package._forward._calls.values():
             calls._device = ""
         return package
@@ -65,72 +90,99 @@ def package(make: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Package
 Call = Callable[..., Any]
 
 
-def function(package: Package, x: Any, weight: Any, *norm: Any, residual: Any = None) -> Any:
+def function(package: Any, x: Any, weight: Any, third: Any = None, **norm: Any) -> Any:
+    """Return the results for those who want no gradient. third: of LayerNorm the bias, of RMSNorm
+    the residual."""
     with torch.no_grad():
-        eps, offset = norm or (1e-6, 0.0)
-        y = package.rms_norm(x, weight, eps, weight_offset=offset, residual=residual)
-        return y if isinstance(y, tuple) else (y,)
+        return results_of(package, x, weight, third, **norm)
 
 
-def node(package: Package, x: Any, weight: Any, *norm: Any, residual: Any = None) -> Any:
-    """Return the results, and rstd, which the node saves."""
-    x = x.detach().requires_grad_()
-    eps, offset = norm or (1e-6, 0.0)
-    results = package.rms_norm(x, weight, eps, weight_offset=offset, residual=residual)
-    y = results if residual is None else results[0]
-    rstd = [t for t in y.grad_fn.saved_tensors if t.shape[-1] == 1] if residual is not None else []
-    return *(t.detach() for t in (results if residual is not None else (results,))), *rstd
+def results_of(
+    package: Any, x: Any, weight: Any, third: Any, eps: Any = 1e-6, offset: float = 0.0
+) -> Any:
+    if isinstance(package, LayerNormPackage):
+        return (package.layer_norm(x, weight, third, eps),)
+    y = package.rms_norm(x, weight, eps, weight_offset=offset, residual=third)
+    return y if isinstance(y, tuple) else (y,)
 
 
-def with_rstd(package: Package, x: Any, weight: Any, *norm: Any, residual: Any = None) -> Any:
-    eps, offset = norm or (1e-6, 0.0)
-    return package.rmsnorm_forward(x, weight, eps, weight_offset=offset, residual=residual)
+def node(package: Any, x: Any, weight: Any, third: Any = None, **norm: Any) -> Any:
+    """Return the results, and rstd and perhaps the mean, which the node saves."""
+    x, saved = x.detach().requires_grad_(), []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        results = results_of(package, x, weight, third, **norm)
+    return *(t.detach() for t in results), *(t for t in saved if t.shape[-1] == 1)
 
 
-def operator(package: Package, x: Any, weight: Any, *norm: Any, residual: Any = None) -> Any:
+def with_rstd(
+    package: Any, x: Any, weight: Any, third: Any = None, eps: Any = 1e-6, offset: float = 0.0
+) -> Any:
+    if isinstance(package, LayerNormPackage):
+        return package.layer_norm_forward(x, weight, third, eps)
+    return package.rmsnorm_forward(x, weight, eps, weight_offset=offset, residual=third)
+
+
+def operator(
+    package: Any, x: Any, weight: Any, third: Any = None, eps: Any = 1e-6, offset: float = 0.0
+) -> Any:
     """Call the operator as compiled code does."""
-    if residual is None:
-        return package.ops.rms_norm(x, weight, *(norm or (1e-6, 0.0)), package.name)
-    return package.ops.add_rms_norm(x, residual, weight, *(norm or (1e-6, 0.0)), package.name)
+    if isinstance(package, LayerNormPackage):
+        *results, none = package.ops.layer_norm(x, None, weight, third, eps, package.name)
+        assert none.numel() == 0
+        return tuple(results)
+    if third is None:
+        return package.ops.rms_norm(x, weight, eps, offset, package.name)
+    return package.ops.add_rms_norm(x, third, weight, eps, offset, package.name)
 
 
 calls = pytest.mark.parametrize("call", [function, node, with_rstd, operator])
-residuals = pytest.mark.parametrize("residual", [None, rows(seed=4)], ids=["plain", "residual"])
+thirds = pytest.mark.parametrize("three", [False, True], ids=["two tensors", "three"])
+
+
+def third_of(package: Any, three: bool = True) -> Any:
+    found = rows(1, seed=4)[0] if isinstance(package, LayerNormPackage) else rows(seed=4)
+    return found if three else None
 
 
 def inputs(**change: Any) -> dict[str, Any]:
     return {"x": rows(), "weight": rows(1, seed=2)[0]} | change
 
 
-def learned(package: Package, call: Call = operator, **change: Any) -> None:
+def learned(package: Any, call: Call = operator, **change: Any) -> None:
     for _ in range(3):
         call(package, **inputs(**change))
 
 
 @calls
-@residuals
-@pytest.mark.parametrize("norm", [(None, 0.0), (0.25, 1.0)], ids=["plain", "eps and offset"])
+@thirds
+@pytest.mark.parametrize(
+    "norm", [{}, {"eps": None}, {"eps": 0.25, "offset": 1.0}], ids=["plain", "no eps", "numbers"]
+)
 def test_native_forward_is_that_of_python(
-    machine: Machine, package: Any, call: Call, residual: Any, norm: tuple[Any, ...]
+    machine: Machine, package: Any, call: Call, three: bool, norm: dict[str, Any]
 ) -> None:
     one, reference = package(), package(on=False)
-    given = inputs(residual=residual)
-    learned(one, call, residual=residual)
-    by_cpp, by_python, results = who_served(
-        machine, lambda: call(one, given["x"], given["weight"], *norm, residual=residual)
-    )
+    if isinstance(one, LayerNormPackage) and None in norm.values():
+        pytest.skip("it has no eps of its own")
+    given = inputs(third=third_of(one, three))
+    learned(one, call, third=given["third"])
+    by_cpp, by_python, results = who_served(machine, lambda: call(one, **given, **norm))
     assert (by_cpp, by_python) == (1, 0)
-    *_, wanted = who_served(
-        machine, lambda: call(reference, given["x"], given["weight"], *norm, residual=residual)
-    )
+    call(reference, **given, **norm)
+    *_, wanted = who_served(machine, lambda: call(reference, **given, **norm))
     assert equal_bits(list(results), list(wanted))
     assert [t.stride() for t in results] == [t.stride() for t in wanted]
     found, python = machine.native[-1], machine.launches[-1]
     for name in ("function", "grid", "block", "smem", "stream"):
         assert getattr(found, name) == getattr(python, name), name
     assert found.attributes == {int(kind) for kind in python.attributes}
-    made = ("y", "rstd", "residual_out")  # memory of each call's own
-    own = {name: getattr(found.arguments, name) for name in made}
+    made = {"y", "mean", "rstd", "residual_out"}  # memory of each call's own
+    own = {name: getattr(found.arguments, name) for name in made & {*found.arguments._fields}}
     assert found.arguments == python.arguments._replace(**own)
     assert own["y"] == results[0].data_ptr()
 
@@ -156,8 +208,8 @@ OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
     "other rows": lambda: inputs(x=rows(7)),
     "x shifted": lambda: inputs(x=shifted(6, 1024)),
     "weight shifted": lambda: inputs(weight=shifted(1024)),
-    "residual": lambda: inputs(residual=rows(seed=4)),
-    "residual of another dtype": lambda: inputs(residual=rows(seed=4).float()),
+    "third": lambda: inputs(third=None),
+    "third of another dtype": lambda: inputs(third=None),
     "x spread": lambda: inputs(x=spread(6, 1024)),
     "x turned": lambda: inputs(x=rows(1024, 6).T),
     "x negative": lambda: inputs(x=torch._neg_view(rows())),
@@ -184,8 +236,11 @@ def test_forward_that_differs_in_one_thing_is_left_to_python(
     one, never = package(), package(on=False)
     learned(one, call)
     learned(one, call, x=rows(1))
+    given = OTHERS[name]()
+    if "third" in given:
+        given["third"] = third_of(one).float() if "dtype" in name else third_of(one)
     (by_cpp, found), (none, wanted) = (
-        attempt(machine, lambda each=each: call(each, **OTHERS[name]())) for each in (one, never)
+        attempt(machine, lambda each=each: call(each, **given)) for each in (one, never)
     )
     assert none == 0 and (by_cpp == 0 or name in UNWRAPPED)
     assert alike(found, wanted, (one.name, never.name))
@@ -207,6 +262,24 @@ def test_forwards_that_are_not_plain_teach_nothing(
     assert equal_bits(list(found), list(function(never, **inputs())))
 
 
+def test_forwards_that_are_tuned_by_themselves_count(
+    machine: Machine, package: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str
+) -> None:
+    """LayerNorm's forward is, and counts in C++ as in Python."""
+    one, path = package(), tmp_path / "shapes.yaml"
+    learned(one, function)
+    monkeypatch.setattr(collecting, "recorder", recorder := Recorder(path))
+    for _ in range(2):
+        assert who_served(machine, lambda: function(one, **inputs()))[:2] == (1, 0)
+    with in_state(machine, "capturing"):
+        function(one, **inputs())
+    recorder.stop()
+    if operation == OPERATIONS[0]:
+        assert not path.exists()
+    else:
+        assert path.read_text().endswith("layernorm_forward:\n    6x1024:bf16: 3\n")
+
+
 @calls
 def test_state_of_the_machine_is_asked(machine: Machine, package: Any, call: Call) -> None:
     one = package()
@@ -220,7 +293,7 @@ def test_state_of_the_machine_is_asked(machine: Machine, package: Any, call: Cal
         assert equal_bits(list(results), list(wanted))
     with Watch() as watch:
         assert equal_bits(list(call(one, **inputs())), list(wanted))
-    assert any("rms_norm" in name for name in watch.seen)
+    assert any("_norm" in name for name in watch.seen)
     assert who_served(machine, lambda: call(one, **inputs()))[:2] == (1, 0)
 
 
@@ -260,13 +333,13 @@ def test_forwards_need_no_memory_and_wait_for_none(machine: Machine, package: An
 
 def test_threads_share_plans_and_streams_do_not(machine: Machine, package: Any) -> None:
     one, weight = package(), inputs()["weight"]
-    wanted = {seed: package(on=False).rms_norm(rows(seed=seed), weight) for seed in range(4)}
+    wanted = {seed: norm(package(on=False), rows(seed=seed), weight) for seed in range(4)}
 
     def work(seed: int) -> None:
         machine.local.stream = 11 + seed % 2
         for _ in range(10):
             with torch.no_grad():
-                assert torch.equal(one.rms_norm(rows(seed=seed), weight), wanted[seed])
+                assert torch.equal(norm(one, rows(seed=seed), weight), wanted[seed])
 
     in_threads([lambda seed=seed: work(seed) for seed in range(4)])  # type: ignore[misc]
     streams = {id(each): each.stream for each in machine.native}
@@ -280,10 +353,14 @@ def test_derivatives_of_other_kinds_are_left_to_python(machine: Machine, package
     learned(one)
 
     def norm(x: torch.Tensor) -> torch.Tensor:
-        return one.ops.rms_norm(x, weight, 1e-6, 0.0, one.name)[0].float()
+        y: torch.Tensor = operator(one, x, weight)[0].float()
+        return y
 
     def theirs(x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = torch.nn.functional.rms_norm(x.float(), (1024,), weight.float(), 1e-6)
+        of: Any = torch.nn.functional.rms_norm
+        if isinstance(one, LayerNormPackage):
+            of = torch.nn.functional.layer_norm
+        y: torch.Tensor = of(x.float(), (1024,), weight.float(), eps=1e-6)
         return y
 
     def grad(norm: Call) -> Any:

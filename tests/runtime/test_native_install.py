@@ -4,32 +4,35 @@ others go to the handler in Python. The extension is the real one, the driver is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from normforge.api import Package
 from normforge.frontends.install import Installation
 from normforge.native import native
 from normforge.spec import KernelSpec
 from tests.support.entry_points import (
     UNINSTALLS,
     Training,
+    aten_on_cpu,
     equal_bits,
-    norm_of,
     randn,
     routing_on_cpu,
     same,
     spied,
     uninstall_while_it_waits,
+    write_layer_norm_package,
     write_package,
 )
 from tests.support.fake_driver import SEPARATE, SPEC
 from tests.support.native import (
+    OPERATIONS,
     OTHERS,
     Machine,
     alike,
@@ -38,7 +41,10 @@ from tests.support.native import (
     in_threads,
     inputs,
     installed_natively,
+    layer_norm_only,
     learned,
+    mean_of,
+    rms_norm_only,
     rows,
     who_served,
 )
@@ -46,12 +52,38 @@ from tests.support.native import (
 pytestmark = pytest.mark.usefixtures("aten")
 
 
-def by_aten(dy: Any, x: Any, rstd: Any, weight: Any, mask: Any = (True, True)) -> Any:
-    columns = [1024] if x is None else [x.shape[-1]]
-    return torch.ops.aten._fused_rms_norm_backward(dy, x, columns, rstd, weight, list(mask))
+@pytest.fixture(params=OPERATIONS)
+def operation(request: pytest.FixtureRequest) -> str:
+    """The operation of the packages of `make`."""
+    name: str = request.param
+    return name
 
 
-def installation_of(package: Package) -> Installation:
+@pytest.fixture
+def aten(operation: str) -> Iterator[list[str]]:
+    """PyTorch's operators on the CPU; the calls that reached them."""
+    calls: list[str] = []
+    with aten_on_cpu(calls, layer_norm=operation == OPERATIONS[1]):
+        yield calls
+
+
+@pytest.fixture
+def by_aten(operation: str) -> Callable[..., Any]:
+    """Calls PyTorch's backward, where it wants as many results as the mask has, by default all."""
+    centred = operation == OPERATIONS[1]
+
+    def call(dy: Any, x: Any, rstd: Any, weight: Any, mask: Any = None, shape: Any = None) -> Any:
+        shape = shape or ([1024] if x is None else [x.shape[-1]])
+        mask = [True] * (2 + centred) if mask is None else list(mask)
+        if not centred:
+            return torch.ops.aten._fused_rms_norm_backward(dy, x, shape, rstd, weight, mask)
+        given = (dy, x, shape, mean_of(rstd), rstd, weight, weight, mask)
+        return torch.ops.aten.native_layer_norm_backward(*given)
+
+    return call
+
+
+def installation_of(package: Any) -> Installation:
     """Return the installation for CPU tensors, native if the package is."""
     found = routing_on_cpu(package)
     if package._native.take is not None:
@@ -59,24 +91,34 @@ def installation_of(package: Package) -> Installation:
     return found
 
 
-def taught(make: Any, spec: KernelSpec = SPEC) -> Package:
+def taught(make: Any, spec: KernelSpec = SPEC) -> Any:
     """A package whose plain calls C++ serves."""
-    package: Package = make(spec)
+    package = make(spec)
     learned(package, by_backward)
     return package
 
 
-def norm_step() -> list[torch.Tensor]:
+@pytest.fixture
+def module_of(operation: str) -> Callable[[int], torch.nn.Module]:
+    """Makes PyTorch's module of a width."""
+    return partial(torch.nn.LayerNorm if operation == OPERATIONS[1] else torch.nn.RMSNorm, eps=1e-6)
+
+
+@pytest.fixture
+def norm_step(module_of: Any) -> Callable[[], list[torch.Tensor]]:
     """A training step of PyTorch's own module."""
-    norm = torch.nn.RMSNorm(1024, 1e-6, dtype=torch.bfloat16)
-    x = rows().requires_grad_()
-    return list(torch.autograd.grad(norm(x), (x, norm.weight), rows(seed=1)))
+
+    def step() -> list[torch.Tensor]:
+        norm, x = module_of(1024).bfloat16(), rows().requires_grad_()
+        return list(torch.autograd.grad(norm(x), (x, *norm.parameters()), rows(seed=1)))
+
+    return step
 
 
 @pytest.mark.parametrize("spec", [SPEC, SEPARATE], ids=["one kernel", "two kernels"])
 @pytest.mark.parametrize("order", ["native first", "install first", "while calls go on"])
 def test_plain_calls_are_launched_from_cpp_in_either_order(
-    make: Any, machine: Machine, spec: KernelSpec, order: str, aten: list[str]
+    make: Any, machine: Machine, spec: KernelSpec, order: str, aten: list[str], by_aten: Any
 ) -> None:
     package, never, kernels = make(spec), make(spec, on=False), 1 + (spec is SEPARATE)
     with installation_of(never).installed():
@@ -104,7 +146,7 @@ def test_plain_calls_are_launched_from_cpp_in_either_order(
 
 
 def test_training_step_needs_no_python(
-    make: Any, machine: Machine, monkeypatch: pytest.MonkeyPatch
+    make: Any, machine: Machine, monkeypatch: pytest.MonkeyPatch, norm_step: Any
 ) -> None:
     package = make()
     asked = spied(monkeypatch, package, "_quick")
@@ -124,7 +166,7 @@ TAKEN_APART = {"dy a subclass": 2, "dy negative": 1}
 @pytest.mark.filterwarnings("ignore:nothing like")
 @pytest.mark.parametrize("name", OTHERS)
 def test_call_that_differs_in_one_thing_is_left_to_python(
-    make: Any, machine: Machine, name: str
+    make: Any, machine: Machine, name: str, by_aten: Any
 ) -> None:
     package, never, outcomes = taught(make), make(on=False), []
     learned(package, by_backward, 1)
@@ -140,8 +182,9 @@ def test_call_that_differs_in_one_thing_is_left_to_python(
 
 
 @pytest.mark.parametrize("mask", [(True, False), (False, True), (False, False)])
+@rms_norm_only
 def test_what_is_not_wanted_is_not_computed(
-    make: Any, machine: Machine, mask: tuple[bool, bool], aten: list[str]
+    make: Any, machine: Machine, mask: tuple[bool, bool], aten: list[str], by_aten: Any
 ) -> None:
     package = taught(make)
     with installation_of(package).installed():
@@ -152,9 +195,41 @@ def test_what_is_not_wanted_is_not_computed(
         assert torch.equal(one, other) if computed else one is None
 
 
+@layer_norm_only
+@pytest.mark.parametrize("mask", list(itertools.product((True, False), repeat=3)))
+def test_either_of_both_sums_is_left_out(
+    make: Any, machine: Machine, mask: tuple[bool, ...], aten: list[str], by_aten: Any
+) -> None:
+    package = taught(make)
+    with installation_of(package).installed():
+        wanted = by_aten(**inputs())
+        by_cpp, _, found = who_served(machine, lambda: by_aten(**inputs(), mask=mask))
+    assert by_cpp == (mask[0] and any(mask[1:])) and aten == []
+    for one, other, computed in zip(found, wanted, mask, strict=True):
+        assert torch.equal(one, other) if computed else one is None
+
+
+@layer_norm_only
+@pytest.mark.parametrize("bias", ["wide", "none"])
+def test_sums_are_of_the_weight_s_dtype(
+    make: Any, machine: Machine, aten: list[str], bias: str
+) -> None:
+    """So a bias of another one is PyTorch's; without a bias both are still computed."""
+    package, given = taught(make), inputs()
+    scale = given["weight"].float() if bias == "wide" else None
+    with installation_of(package).installed():
+        call = lambda: torch.ops.aten.native_layer_norm_backward(  # noqa: E731
+            *(given["dy"], given["x"], [1024], mean_of(given["rstd"]), given["rstd"]),
+            *(given["weight"], scale, [True, True, bias == "wide"]),
+        )
+        by_cpp, by_python, _ = who_served(machine, call)
+    assert (by_cpp, by_python, len(aten)) == ((0, 0, 1) if bias == "wide" else (1, 0, 0))
+
+
+@rms_norm_only  # the schema of LayerNorm's has a length
 @pytest.mark.parametrize("mask", [[], [True], [True] * 3])
 def test_masks_of_another_length_stay_with_pytorch(
-    make: Any, machine: Machine, mask: Any, aten: list[str]
+    make: Any, machine: Machine, mask: Any, aten: list[str], by_aten: Any
 ) -> None:
     package = taught(make)
     with installation_of(package).installed(), suppress(IndexError):
@@ -163,20 +238,19 @@ def test_masks_of_another_length_stay_with_pytorch(
 
 
 def test_norms_over_two_dimensions_stay_with_pytorch(
-    make: Any, machine: Machine, aten: list[str]
+    make: Any, machine: Machine, aten: list[str], by_aten: Any
 ) -> None:
     package = taught(make)
-    given = inputs()
     with installation_of(package).installed():
-        call = lambda: torch.ops.aten._fused_rms_norm_backward(  # noqa: E731
-            given["dy"], given["x"], [1, 1024], given["rstd"], given["weight"], [True, True]
-        )
+        call = lambda: by_aten(**inputs(), shape=[1, 1024])  # noqa: E731
         assert who_served(machine, call)[:2] == (0, 0)
     assert aten == ["backward"]
 
 
 @pytest.mark.parametrize("state", ["capturing", "another stream"])
-def test_state_of_the_machine_is_asked(make: Any, machine: Machine, state: str) -> None:
+def test_state_of_the_machine_is_asked(
+    make: Any, machine: Machine, state: str, by_aten: Any
+) -> None:
     package = taught(make)
     machine.capturing, machine.stream = state == "capturing", 8 if state == "another stream" else 7
     with installation_of(package).installed():
@@ -186,7 +260,7 @@ def test_state_of_the_machine_is_asked(make: Any, machine: Machine, state: str) 
 
 
 def test_uninstall_restores_pytorch_and_install_again_is_native(
-    make: Any, machine: Machine, aten: list[str]
+    make: Any, machine: Machine, aten: list[str], by_aten: Any
 ) -> None:
     package = taught(make)
     entry_point = installation_of(package)
@@ -201,7 +275,7 @@ def test_uninstall_restores_pytorch_and_install_again_is_native(
         assert aten.pop() == "backward"
 
 
-def test_packages_take_turns(make: Any, machine: Machine, aten: list[str]) -> None:
+def test_packages_take_turns(make: Any, machine: Machine, aten: list[str], by_aten: Any) -> None:
     one, two = (installation_of(taught(make, spec)) for spec in (SPEC, SEPARATE))
     for _ in range(2):
         with one.installed():
@@ -214,7 +288,7 @@ def test_packages_take_turns(make: Any, machine: Machine, aten: list[str]) -> No
 
 
 def test_package_that_is_loaded_again_takes_the_place_of_its_former_self(
-    make: Any, machine: Machine, aten: list[str]
+    make: Any, machine: Machine, aten: list[str], by_aten: Any
 ) -> None:
     first, second = taught(make), make(on=False)
     former, now = installation_of(first), installation_of(second)
@@ -229,7 +303,7 @@ def test_package_that_is_loaded_again_takes_the_place_of_its_former_self(
 
 @pytest.mark.parametrize("served_by", ["cpp", "python"])
 def test_call_that_uninstalls_its_own_package_ends_as_it_began(
-    make: Any, machine: Machine, served_by: str, aten: list[str]
+    make: Any, machine: Machine, served_by: str, aten: list[str], by_aten: Any
 ) -> None:
     """Its kernel is no longer registered when it goes on."""
     package = taught(make, SEPARATE)
@@ -256,6 +330,7 @@ def test_call_that_uninstalls_its_own_package_ends_as_it_began(
     assert aten == ["backward"]
 
 
+@rms_norm_only
 def test_backward_under_way_ends_as_it_began_when_another_thread_uninstalls(
     make: Any, aten: list[str]
 ) -> None:
@@ -281,7 +356,7 @@ def test_backward_under_way_ends_as_it_began_when_another_thread_uninstalls(
     assert not same(found[-1], (x, weight)) and aten == ["backward"]
 
 
-def test_threads_may_train_install_and_uninstall(make: Any, machine: Machine) -> None:
+def test_threads_may_train_install_and_uninstall(make: Any, machine: Machine, by_aten: Any) -> None:
     package = make(SEPARATE)
     entry_point = installation_of(package)
     wanted = by_backward(package, **inputs())
@@ -296,7 +371,7 @@ def test_threads_may_train_install_and_uninstall(make: Any, machine: Machine) ->
     assert len(machine.native) > 2 * 80
 
 
-def test_error_in_python_is_that_of_the_call(make: Any) -> None:
+def test_error_in_python_is_that_of_the_call(make: Any, by_aten: Any, norm_step: Any) -> None:
     class OddError(Exception):
         pass
 
@@ -305,8 +380,9 @@ def test_error_in_python_is_that_of_the_call(make: Any) -> None:
     def fail(*_: Any) -> Any:
         raise error
 
-    entry_point = Installation(lambda *_: None, fail, "CPU")
-    entry_point.use_native(make()._native.take)
+    package = make()
+    entry_point = Installation(lambda *_: None, fail, "CPU", routed=package._routed)
+    entry_point.use_native(package._native.take)
     with entry_point.installed():
         calls: tuple[Callable[[], Any], ...] = (lambda: by_aten(**inputs()), norm_step)
         for call in calls:
@@ -315,38 +391,45 @@ def test_error_in_python_is_that_of_the_call(make: Any) -> None:
             assert caught.value is error
 
 
-def test_gradient_of_a_gradient_is_not_dropped(make: Any, machine: Machine) -> None:
+def test_gradient_of_a_gradient_is_not_dropped(make: Any, module_of: Any) -> None:
     """PyTorch differentiates through its own operators then."""
     package, grads = taught(make), []
     for one in (package, make(on=False)):
         with installation_of(one).installed():
-            norm = torch.nn.RMSNorm(1024, 1e-6, dtype=torch.bfloat16)
-            x = rows().requires_grad_()
+            norm, x = module_of(1024).bfloat16(), rows().requires_grad_()
             (dx,) = torch.autograd.grad(norm(x).square().sum(), x, create_graph=True)
             grads.append([dx.detach(), *torch.autograd.grad(dx.float().square().sum(), x)])
     assert equal_bits(*grads)
 
 
-def test_trainings_have_the_same_bits(make: Any, machine: Machine, aten: list[str]) -> None:
+def test_trainings_have_the_same_bits(
+    make: Any, machine: Machine, aten: list[str], module_of: Any
+) -> None:
     runs = []
     for package in (make(), make(on=False)):
         with installation_of(package).installed():
-            norm = norm_of(package, "install")
-            runs.append(Training(*norm, "cpu", torch.bfloat16, width=1024, heads=8).train(4))
+            sizes = {"width": 1024, "heads": 8}
+            runs.append(Training(module_of, False, "cpu", torch.bfloat16, **sizes).train(2))
     assert equal_bits(*runs)
     assert len(machine.native) > 0 and "backward" not in aten
 
 
 def test_use_native_of_a_package_reaches_its_installation(
-    tmp_path: Path, module: Any, machine: Machine, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    module: Any,
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    operation: str,
 ) -> None:
+    write = write_layer_norm_package if operation == OPERATIONS[1] else write_package
     monkeypatch.setattr(native, "_driver_addresses", lambda: machine.addresses)
     monkeypatch.setattr(native, "load_extension", lambda: module)
     for first in ("native", "install"):
-        package = write_package(tmp_path / first)
+        package: Any = write(tmp_path / first)
+        backward = package.ops.aten[-1]
         if first == "native":
             package.use_native()
         with package.installed():
             package.use_native()
-            assert installed_natively()
-        assert not installed_natively()
+            assert installed_natively(backward)
+        assert not installed_natively(backward)

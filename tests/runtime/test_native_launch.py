@@ -3,18 +3,21 @@ extension is the real one; the driver is made of callbacks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from normforge.api import Package
+from normforge.frontends.layer_norm_operators import LayerNormOperators
 from normforge.frontends.operators import Operators
 from normforge.launch.workspace import PER_THREAD
 from normforge.spec import KernelSpec
 from tests.support.entry_points import equal_bits
 from tests.support.fake_driver import SEPARATE, SPEC
 from tests.support.native import (
+    OPERATIONS,
     OTHERS,
     STATES,
     EntryPoint,
@@ -25,16 +28,27 @@ from tests.support.native import (
     by_autograd,
     by_backward,
     by_operator,
+    call_operator,
     check_launches,
     entry_points,
     in_state,
     inputs,
+    layer_norm_only,
     learned,
     leaves,
+    norm,
+    rms_norm_only,
     rows,
     started,
     who_served,
 )
+
+
+@pytest.fixture(params=OPERATIONS)
+def operation(request: pytest.FixtureRequest) -> str:
+    """The operation of the packages of `make`."""
+    name: str = request.param
+    return name
 
 
 @entry_points
@@ -53,25 +67,28 @@ def test_native_launch_is_that_of_python_in_memory_of_its_own(
     assert equal_bits(list(results), list(wanted))
     check_launches(machine, machine.native[-kernels:], machine.launches[-kernels:])
     main = machine.native[-kernels].arguments
-    assert (main.dx, main.dw) == tuple(t.data_ptr() for t in results)
+    assert (main.dx, main.dw) == tuple(t.data_ptr() for t in results[:2])
     assert all(getattr(main, n) == given[n].data_ptr() for n in ("x", "dy", "weight"))
 
 
-def test_operators_are_of_the_package_that_has_the_name_now(machine: Machine, make: Any) -> None:
+def test_operators_are_of_the_package_that_has_the_name_now(
+    machine: Machine, make: Any, operation: str
+) -> None:
     """One that is loaded again, after it was tuned again, say."""
     former = make()
-    for _ in range(3):
-        former.ops.rms_norm_backward(*inputs().values(), None, None, 0.0, True, True, former.name)
-    call = (*inputs().values(), None, None, 0.0, True, True, former.name)
-    assert who_served(machine, lambda: former.ops.rms_norm_backward(*call))[:2] == (1, 0)
+    learned(former, by_operator)
+    assert who_served(machine, lambda: by_operator(former, **inputs()))[:2] == (1, 0)
     ran: list[Any] = []
 
     def backward(given: Any, options: Any) -> Any:
         ran.append(given)
         return former._run(given, options)
 
-    Operators(former.name, former._forward, backward, lambda *_: None)
-    assert who_served(machine, lambda: former.ops.rms_norm_backward(*call))[:2] == (0, 1)
+    if operation == "rmsnorm_backward":
+        Operators(former.name, former._forward, backward, lambda *_: None)
+    else:
+        LayerNormOperators(former.name, backward, lambda *_: None)
+    assert who_served(machine, lambda: by_operator(former, **inputs()))[:2] == (0, 1)
     assert len(ran) == 1
 
 
@@ -113,7 +130,6 @@ def test_call_that_differs_in_one_thing_is_left_to_python(
 @pytest.mark.parametrize(
     "call_options",
     [
-        {"weight_offset": 1.0},
         {"need_dx": False},
         {"need_dw": False},
         {"dw_dtype": torch.float32},
@@ -123,12 +139,48 @@ def test_call_that_differs_in_one_thing_is_left_to_python(
     ids=lambda call_options: next(iter(call_options)),
 )
 def test_options_are_left_to_python(
-    machine: Machine, make: Any, call_options: dict[str, Any]
+    machine: Machine, make: Any, operation: str, call_options: dict[str, Any]
 ) -> None:
     package = make()
     learned(package, by_backward)
-    call = lambda: package.rmsnorm_backward(**inputs(), **call_options)  # noqa: E731
+    if operation == "layernorm_backward" and "dw_out" in call_options:
+        call_options = {"dw_out": torch.zeros(2, 1024)}
+    call = lambda: by_backward(package, **inputs(), **call_options)  # noqa: E731
     assert who_served(machine, call)[0] == 0
+
+
+@rms_norm_only
+@pytest.mark.filterwarnings("ignore:nothing like")
+def test_offset_is_left_to_python(machine: Machine, make: Any) -> None:
+    package = make()
+    learned(package, by_backward)
+    call = lambda: by_backward(package, **inputs(), weight_offset=1.0)  # noqa: E731
+    assert who_served(machine, call)[0] == 0
+
+
+MEANS: dict[str, Callable[[], Any]] = {
+    "other length": lambda: torch.ones(5),
+    "another dtype": lambda: torch.ones(6).bfloat16(),
+    "gaps": lambda: torch.ones(12)[::2],
+    "no tensor": lambda: 1.0,
+}
+
+
+@layer_norm_only
+@pytest.mark.parametrize("name", MEANS)
+def test_mean_that_differs_is_left_to_python(machine: Machine, make: Any, name: str) -> None:
+    package, never = make(), make(on=False)
+    learned(package, by_backward)
+    given = inputs()
+    found = []
+    for one in (package, never):
+        call = lambda one=one: one.layer_norm_backward(  # noqa: E731
+            given["dy"], given["x"], MEANS[name](), given["rstd"], given["weight"]
+        )
+        by_cpp, results = attempt(machine, call)
+        assert by_cpp == 0
+        found.append(results)
+    assert alike(*found, (package.name, never.name))
 
 
 @pytest.mark.filterwarnings("ignore:nothing like")
@@ -144,11 +196,9 @@ def test_operator_leaves_options_to_python(
     learned(package, by_operator)
     plain = (*inputs().values(), None, None, 0.0, True, True)
     given = (*plain[:place], value, *plain[place + 1 :])
-    by_cpp, _, results = who_served(
-        machine, lambda: package.ops.rms_norm_backward(*given, package.name)
-    )
+    by_cpp, _, results = who_served(machine, lambda: call_operator(package, *given))
     assert by_cpp == 0
-    wanted = never.ops.rms_norm_backward(*given, never.name)
+    wanted = call_operator(never, *given)
     assert equal_bits([results[0]], [wanted[0]])
     assert [(t.shape, t.dtype) for t in results] == [(t.shape, t.dtype) for t in wanted]
 
@@ -159,21 +209,19 @@ def test_compiled_backward_is_launched_natively(
 ) -> None:
     package, never = make(on=first == "native"), make(on=False)
 
-    def step(package: Package, norm: Any) -> Any:
-        given = leaves()
-        return torch.autograd.grad(norm(**given), tuple(given.values()), inputs()["dy"])
+    def step(package: Any, norm: Any) -> Any:
+        given = leaves(package)
+        return torch.autograd.grad(norm(*given.values()), tuple(given.values()), inputs()["dy"])
 
-    norm = torch.compile(
-        lambda x, weight: package.rms_norm(x, weight, 1e-6), backend="aot_eager", fullgraph=True
-    )
-    assert who_served(machine, lambda: step(package, norm))[:2] == (0, 1)
+    compiled = torch.compile(partial(norm, package), backend="aot_eager", fullgraph=True)
+    assert who_served(machine, lambda: step(package, compiled))[:2] == (0, 1)
     if first == "compiled":
         started(package, module, machine.addresses, on_cpu=True)
     for _ in range(3):
-        step(package, norm)
-    by_cpp, by_python, results = who_served(machine, lambda: step(package, norm))
+        step(package, compiled)
+    by_cpp, by_python, results = who_served(machine, lambda: step(package, compiled))
     assert (by_cpp, by_python) == (1, 0)
-    wanted = step(never, lambda x, weight: never.rms_norm(x, weight, 1e-6))
+    wanted = step(never, partial(norm, never))
     assert equal_bits(list(results), list(wanted))
 
 
@@ -183,20 +231,20 @@ def test_gradient_of_a_native_operator_is_refused(machine: Machine, make: Any) -
     for name in ("dy", "x", "rstd", "weight"):
         given = inputs()
         given[name].requires_grad_()
-        by_cpp, _, (dx, _) = who_served(machine, lambda given=given: by_operator(package, **given))
+        by_cpp, _, (dx, *_) = who_served(machine, lambda given=given: by_operator(package, **given))
         assert by_cpp == 0
         with pytest.raises(RuntimeError, match="no gradient of its own"):
             dx.sum().backward()
         with torch.no_grad():
-            by_cpp, _, (dx, _) = who_served(
+            by_cpp, _, (dx, *_) = who_served(
                 machine, lambda given=given: by_operator(package, **given)
             )
         assert by_cpp == 1 and not dx.requires_grad
 
 
-def gradients(package: Package, *wanted: str, offset: float = 0.0, **how: Any) -> Any:
-    given = leaves()
-    y = package.rms_norm(**given, eps=1e-6, weight_offset=offset)
+def gradients(package: Any, *wanted: str, eps: float = 1e-6, **how: Any) -> Any:
+    given = leaves(package)
+    y = norm(package, **given, eps=eps)
     return torch.autograd.grad(y, [given[name] for name in wanted], inputs()["dy"], **how)
 
 
@@ -207,7 +255,7 @@ def gradients(package: Package, *wanted: str, offset: float = 0.0, **how: Any) -
         (["x"], {}),
         (["weight"], {}),
         (["x", "weight"], {"create_graph": True}),
-        (["x", "weight"], {"offset": 1.0}),
+        (["x", "weight"], {"eps": 1e-30}),
     ],
 )
 def test_node_leaves_other_call_options_to_python(
@@ -217,6 +265,35 @@ def test_node_leaves_other_call_options_to_python(
     learned(package)
     assert who_served(machine, lambda: gradients(package, *wanted, **how))[0] == 0
     assert who_served(machine, lambda: by_autograd(package, **inputs()))[:2] == (1, 0)
+
+
+@rms_norm_only
+@pytest.mark.filterwarnings("ignore:nothing like")
+def test_node_leaves_an_offset_to_python(machine: Machine, make: Any) -> None:
+    package = make()
+    learned(package)
+    given = leaves(package)
+    y = package.rms_norm(**given, eps=1e-6, weight_offset=1.0)
+    call = lambda: torch.autograd.grad(y, (*given.values(),), inputs()["dy"])  # noqa: E731
+    assert who_served(machine, call)[0] == 0
+
+
+@layer_norm_only
+@pytest.mark.parametrize("frozen", ["weight", "bias"])
+def test_node_gives_either_of_both_sums(machine: Machine, make: Any, frozen: str) -> None:
+    """The kernel computes both, and the one that is frozen gets none."""
+    package = make()
+    learned(package)
+    given = leaves(package)
+    wanted = torch.autograd.grad(norm(package, **given), (*given.values(),), inputs()["dy"])
+    given[frozen].requires_grad_(False)
+    left = [name for name in given if name != frozen]
+    y = norm(package, **given)
+    by_cpp, _, found = who_served(
+        machine, lambda: torch.autograd.grad(y, [given[name] for name in left], inputs()["dy"])
+    )
+    assert by_cpp == 1
+    assert equal_bits(list(found), [dict(zip(given, wanted, strict=True))[name] for name in left])
 
 
 @entry_points
@@ -237,14 +314,14 @@ def test_state_of_the_machine_is_asked(
 def test_mode_that_watches_the_backward_alone_sees_it(machine: Machine, make: Any) -> None:
     package = make()
     learned(package)
-    given = leaves()
-    y = package.rms_norm(**given, eps=1e-6)
+    given = leaves(package)
+    y = norm(package, **given)
     with Watch() as watch:
         by_cpp, by_python, _ = who_served(
             machine, lambda: torch.autograd.grad(y, tuple(given.values()), inputs()["dy"])
         )
     assert (by_cpp, by_python) == (0, 1)
-    assert any("rms_norm_backward" in name for name in watch.seen)
+    assert any("norm_backward" in name for name in watch.seen)
 
 
 def test_nothing_is_learned_during_a_capture_or_on_the_per_thread_stream(
@@ -265,9 +342,9 @@ def test_shapes_of_the_same_rows_share_a_plan(machine: Machine, make: Any) -> No
     learned(package, by_backward)
     given = inputs()
     cube = {name: given[name].view(2, 3, -1) for name in ("dy", "x", "rstd")}
-    by_cpp, by_python, (dx, dw) = who_served(
+    by_cpp, by_python, (dx, *sums) = who_served(
         machine, lambda: by_backward(package, **cube, weight=given["weight"])
     )
     assert (by_cpp, by_python) == (1, 0)
     wanted = by_backward(package, **given)
-    assert dx.shape == (2, 3, 1024) and equal_bits([dx.view(6, 1024), dw], list(wanted))
+    assert dx.shape == (2, 3, 1024) and equal_bits([dx.view(6, 1024), *sums], list(wanted))

@@ -20,11 +20,12 @@ from cuda.bindings import driver as cuda
 from normforge.frontends import package as package_module
 from normforge.launch.driver import LaunchError
 from normforge.native import plans
+from normforge.native.kinds import RMS_NORM
 from normforge.serve.call_cache import _MOST_RECENT as _MOST
 from tests.support.entry_points import equal_bits
 from tests.support.fake_driver import SEPARATE, SPEC
 from tests.support.native import (
-    NAMES,
+    OPERATIONS,
     OTHERS,
     EntryPoint,
     Machine,
@@ -35,9 +36,17 @@ from tests.support.native import (
     inputs,
     learned,
     leaves,
+    norm,
     rows,
     who_served,
 )
+
+
+@pytest.fixture(params=OPERATIONS)
+def operation(request: pytest.FixtureRequest) -> str:
+    """The operation of the packages of `make`."""
+    name: str = request.param
+    return name
 
 
 @pytest.fixture
@@ -193,10 +202,12 @@ def test_other_threads_run_while_a_launch_waits_for_the_driver(module: Any) -> N
         of(ctypes.c_int, pointer, number)(lambda stream, at: give_zero(at)),
     )
     driver = [ctypes.cast(entry, pointer).value for entry in entries] + [usleep]
-    store = module.Store(tuple(driver), True, lambda *_: None, lambda *_: None)
+    kinds = tuple(kind.described for kind in RMS_NORM)
+    store = module.Store(tuple(driver), True, kinds, lambda *_: None, lambda *_: None)
     store.set_scratch(0, 7, 4096)
     words, of_rows = struct.pack, (6, 1024, torch.bfloat16, torch.bfloat16)
-    launch = (bytes(256), words("Q", 80), (300_000, 1, words("Q", 0)), (0, 0, b""))
+    places = words("6Q", *range(0, 48, 8))
+    launch = (bytes(256), places, words("Q", 80), (300_000, 1, words("Q", 0)), (0, 0, b""))
     store.add(0, 0, 7, *of_rows, *launch)
     ticks, done = [0], threading.Event()
 
@@ -216,7 +227,9 @@ def test_other_threads_run_while_a_launch_waits_for_the_driver(module: Any) -> N
         thread.join()
 
 
-def test_refused_launch_is_done_by_python_and_is_its_error(machine: Machine, make: Any) -> None:
+def test_refused_launch_is_done_by_python_and_is_its_error(
+    machine: Machine, make: Any, operation: str
+) -> None:
     package = make()
     learned(package)
     machine.refuse_native = 1
@@ -224,13 +237,13 @@ def test_refused_launch_is_done_by_python_and_is_its_error(machine: Machine, mak
     assert (by_cpp, by_python) == (0, 1)
     machine.refuse_native = 1
     machine.status = cuda.CUresult.CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES
-    with pytest.raises(LaunchError, match="launching rmsnorm_backward of example"):
+    with pytest.raises(LaunchError, match=f"launching {operation} of example"):
         by_autograd(package, **inputs())
 
 
 @entry_points
 def test_threads_on_one_stream_do_not_mix(
-    machine: Machine, make: Any, entry_point: EntryPoint
+    machine: Machine, make: Any, entry_point: EntryPoint, operation: str
 ) -> None:
     """Both kernels of a call follow each other (`compute` looks), with the call's own tensors."""
     package = make(SEPARATE)
@@ -247,7 +260,7 @@ def test_threads_on_one_stream_do_not_mix(
     pairs = machine.native[before:]
     assert len(pairs) == 60
     for main, second in zip(pairs[::2], pairs[1::2], strict=True):
-        assert (main.function, second.function) == NAMES
+        assert (main.function, second.function) == (operation, "sum_partials")
         assert main.thread == second.thread and main.arguments.dw == second.arguments.sums
 
 
@@ -264,7 +277,7 @@ def test_threads_on_streams_of_their_own_share_nothing(
             learned(package, entry_point, M)
 
     in_threads([lambda stream=stream: work(stream) for stream in (11, 12, 13)])  # type: ignore[misc]
-    mains = [one for one in machine.native if one.function == NAMES[0]]
+    mains = [one for one in machine.native if one.function in OPERATIONS]
     assert {one.stream for one in mains} == {11, 12, 13}
     for one, other in itertools.combinations(mains, 2):
         if one.stream != other.stream:
@@ -274,18 +287,18 @@ def test_threads_on_streams_of_their_own_share_nothing(
 
 def test_tangent_of_a_gradient_is_not_dropped(machine: Machine, make: Any) -> None:
     """Forward mode over the backward, by either node: no kernel, and what PyTorch's norm gives."""
-    tangent = rows(seed=3)
+    tangent, dy = rows(seed=3), inputs()["dy"]
     for package in (make(), make(on=False)):
         learned(package)
-        given = inputs()
-        dy, x, weight = given["dy"], given["x"].requires_grad_(), given["weight"].requires_grad_()
-        mine = package.rms_norm(x, weight, 1e-6)
+        given = list(leaves(package).values())
+        x, *scales = (one.double() for one in given)
+        theirs = [torch.nn.functional.rms_norm, torch.nn.functional.layer_norm][len(scales) - 1]
         found = []
-        for y in (mine, torch.nn.functional.rms_norm(x.double(), (1024,), weight.double(), 1e-6)):
+        for y in (norm(package, *given), theirs(x, (1024,), *scales, eps=1e-6)):  # type: ignore[operator]
             with torch.autograd.forward_ad.dual_level():
                 dual = torch.autograd.forward_ad.make_dual(dy.to(y.dtype), tangent.to(y.dtype))
                 by_cpp, by_python, results = who_served(
-                    machine, partial(torch.autograd.grad, y, (x, weight), dual)
+                    machine, partial(torch.autograd.grad, y, given, dual)
                 )
                 assert (by_cpp, by_python) == (0, 0)
                 parts = [torch.autograd.forward_ad.unpack_dual(each).tangent for each in results]
@@ -391,19 +404,20 @@ def test_native_launch_in_a_graph_of_compiled_autograd(machine: Machine, make: A
     wanted = [by_autograd(package, **inputs()) for _ in range(4)][-1]
     for _ in range(2):
         with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
-            given = leaves()
-            y = package.rms_norm(**given, eps=1e-6)
+            given = leaves(package)
+            given |= {"bias": given["weight"].detach().requires_grad_()} if "bias" in given else {}
+            y = norm(package, **given)
             by_cpp, by_python, _ = who_served(machine, lambda y=y: y.backward(inputs()["dy"]))
         assert by_cpp + by_python == 1
-        assert equal_bits([given["x"].grad, given["weight"].grad], list(wanted))
+        assert equal_bits([one.grad for one in given.values()], list(wanted))
     torch._dynamo.reset()
 
 
 def test_hooks_replays_and_threads_of_a_native_backward(machine: Machine, make: Any) -> None:
     package = make(SEPARATE)
     learned(package)
-    given = leaves()
-    y = package.rms_norm(**given, eps=1e-6)
+    given = leaves(package)
+    y = norm(package, **given)
     dy = inputs()["dy"]
 
     def again(keep: bool = True) -> list[torch.Tensor]:

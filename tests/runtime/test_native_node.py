@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,41 +14,61 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
-from normforge.api import Package
 from normforge.torch_internals import without_inference
 from tests.support.entry_points import (
-    MODULE,
     Swallowed,
     Training,
     equal_bits,
     leaf,
-    norm_of,
+    write_layer_norm_package,
     write_package,
 )
-from tests.support.native import in_threads, outcome, started
+from tests.support.native import (
+    OPERATIONS,
+    in_threads,
+    layer_norm_only,
+    module_of,
+    norm,
+    outcome,
+    rms_norm_only,
+    started,
+)
 
 Tensors = tuple[torch.Tensor, ...]
 
 
+@pytest.fixture(params=OPERATIONS)
+def operation(request: pytest.FixtureRequest) -> str:
+    """The operation of the packages."""
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def write(operation: str) -> Callable[[Path], Any]:
+    """Writes a package without kernels."""
+    return write_layer_norm_package if operation == OPERATIONS[1] else write_package
+
+
 @pytest.fixture(params=["python", pytest.param("native", marks=pytest.mark.slow)])
-def package(request: pytest.FixtureRequest, tmp_path: Path) -> Package:
+def package(request: pytest.FixtureRequest, write: Any, tmp_path: Path) -> Any:
     """The formula serves everything; with and without the node in C++. What is true of one has to
     be true of the other."""
-    made = write_package(tmp_path / "package")
+    made = write(tmp_path / "package")
     if request.param == "native":
         started(made, request.getfixturevalue("module"))
     return made
 
 
 @pytest.fixture
-def both(tmp_path: Path, module: Any) -> tuple[Package, Package]:
+def both(tmp_path: Path, write: Any, module: Any) -> tuple[Any, Any]:
     """Return one package without and one with the node in C++."""
-    return write_package(tmp_path / "one"), started(write_package(tmp_path / "two"), module)
+    return write(tmp_path / "one"), started(write(tmp_path / "two"), module)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-def test_trace_gets_the_node_that_it_can_see(both: tuple[Package, Package]) -> None:
+def test_trace_gets_the_node_that_it_can_see(both: tuple[Any, Any]) -> None:
     """A kernel's results in the C++ node would be constants of the traced module."""
 
     def fail(*_: Any) -> Any:
@@ -57,14 +78,15 @@ def test_trace_gets_the_node_that_it_can_see(both: tuple[Package, Package]) -> N
     package._native.norm = fail
     x, other = leaf(6, 16), leaf(6, 16, seed=5)
     with pytest.raises(AssertionError, match="was traced"):
-        package.rms_norm(x, x[0])
-    norm = package.RMSNorm(16)
-    traced = torch.jit.trace(norm, (x,), check_trace=False)
-    assert torch.equal(traced(other), torch.nn.functional.rms_norm(other, (16,), norm.weight))
+        norm(package, x, x[0])
+    mine = module_of(package, 16)
+    traced = torch.jit.trace(mine, (x,), check_trace=False)
+    theirs = type(mine).__mro__[2]  # PyTorch's
+    assert torch.equal(traced(other), theirs.forward(mine, other))
 
 
-def test_gradient_that_nobody_computed_leaves_the_weight_without_one(package: Package) -> None:
-    norm = package.RMSNorm(16)
+def test_gradient_that_nobody_computed_leaves_the_weight_without_one(package: Any) -> None:
+    norm = module_of(package, 16)
     Swallowed.apply(norm(leaf(4, 16))).sum().backward()
     assert norm.weight.grad is None
 
@@ -74,7 +96,8 @@ def made_in_inference_mode(*shape: int) -> torch.Tensor:
         return leaf(*shape, seed=3).detach()
 
 
-def test_rows_from_inference_mode_train_a_weight(package: Package) -> None:
+@rms_norm_only
+def test_rows_from_inference_mode_train_a_weight(package: Any) -> None:
     """PyTorch's norm does so on the CPU."""
     x, other = made_in_inference_mode(6, 16), made_in_inference_mode(16)
     training = {
@@ -82,10 +105,10 @@ def test_rows_from_inference_mode_train_a_weight(package: Package) -> None:
         "residual": lambda x, w: package.rms_norm(leaf(6, 16), w, residual=x)[0],
         "operator": lambda x, w: package.rmsnorm_forward(x, w)[0],
     }
-    for name, norm in training.items():
+    for name, train in training.items():
         found, wanted = leaf(16), leaf(16)
-        norm(x, found).square().sum().backward()
-        norm(x.clone(), wanted).square().sum().backward()
+        train(x, found).square().sum().backward()
+        train(x.clone(), wanted).square().sum().backward()
         assert torch.equal(found.grad, wanted.grad), name
     rows = leaf(6, 16)
     package.rms_norm(rows, other).sum().backward()
@@ -128,16 +151,46 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_node_gives_the_bits_of_the_one_in_python(both: Any, name: str) -> None:
-    one, two = (outcome(package, **CALLS[name]()) for package in both)
+OF_LAYER_NORM: dict[str, Callable[[], dict[str, Any]]] = {
+    "no bias": lambda: {"bias": None},
+    "bias alone": lambda: {"weight": None},
+    "only bias": lambda: {"x": leaf(6, 16).detach(), "weight": leaf(16).detach()},
+    "bias alone wants a gradient": lambda: {"x": leaf(6, 16).detach(), "weight": None},
+    "frozen bias": lambda: {"bias": leaf(16).detach()},
+    "nothing but rows": lambda: {"weight": None, "bias": None},
+    "wide bias": lambda: {"x": leaf(6, 16, dtype=torch.half)},
+    "tiny eps": lambda: {"eps": 1e-30},
+}
+OF_RMS_NORM = ("offset", "weight per head")
+
+
+@pytest.mark.parametrize("name", [*CALLS, *OF_LAYER_NORM])
+def test_node_gives_the_bits_of_the_one_in_python(both: Any, name: str, operation: str) -> None:
+    of_one = OF_LAYER_NORM if operation == OPERATIONS[0] else OF_RMS_NORM
+    if name in of_one:
+        pytest.skip(f"{operation} has no such call")
+    one, two = (outcome(package, **(CALLS | OF_LAYER_NORM)[name]()) for package in both)
     assert equal_bits(one, two)
 
 
 def test_node_in_c_has_its_name(both: Any) -> None:
-    results = [package.rms_norm(leaf(2, 8), None) for package in both]  # results hold the nodes
+    results = [norm(package, leaf(2, 8), None) for package in both]  # results hold the nodes
     names = [y.grad_fn.name() for y in results]
-    assert "EagerNorm" in names[0] and "Norm" in names[1] and names[0] != names[1]
+    assert "Eager" in names[0] and "Norm" in names[1] and "Eager" not in names[1]
+
+
+@layer_norm_only
+def test_autocast_changes_nothing_but_the_forward_of_pytorch(both: Any) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        one, two = (outcome(package) for package in both)
+    assert equal_bits(one, two) and one[0].dtype == torch.float32
+
+
+@layer_norm_only
+def test_eps_has_to_be_a_number(package: Any) -> None:
+    for call in (package.layer_norm, package.layer_norm_forward):
+        with pytest.raises(TypeError, match="eps must be a number, got None"):
+            call(leaf(2, 8), None, None, None)
 
 
 @pytest.mark.parametrize(
@@ -161,27 +214,31 @@ def test_gradient_of_any_kind_is_taken(both: Any, dy: torch.Tensor) -> None:
     assert equal_bits(one, two)
 
 
-def test_only_some_gradients_of_a_graph(package: Package) -> None:
+def test_only_some_gradients_of_a_graph(package: Any) -> None:
     x, weight = leaf(6, 16), leaf(16, seed=1)
-    y = package.rms_norm(x, weight, 1e-6).sum()
+    y = norm(package, x, weight).sum()
     dx, dw = torch.autograd.grad(y, (x, weight), retain_graph=True)
     assert torch.equal(torch.autograd.grad(y, x, retain_graph=True)[0], dx)
     assert torch.equal(torch.autograd.grad(y, weight)[0], dw)
 
 
-def test_second_derivatives(package: Package) -> None:
+def test_second_derivatives(package: Any) -> None:
     x, weight = leaf(3, 6, dtype=torch.float64), leaf(6, dtype=torch.float64, seed=1)
+    if not hasattr(package, "rms_norm"):
+        bias = leaf(6, dtype=torch.float64, seed=2)
+        assert torch.autograd.gradgradcheck(partial(norm, package), (x, weight, bias))
+        return
     for offset in (0.0, 1.0):
 
-        def norm(x: Any, weight: Any, offset: float = offset) -> Any:
+        def of_rms(x: Any, weight: Any, offset: float = offset) -> Any:
             return package.rms_norm(x, weight, 1e-5, weight_offset=offset)
 
-        assert torch.autograd.gradgradcheck(norm, (x, weight))
+        assert torch.autograd.gradgradcheck(of_rms, (x, weight))
 
 
-def test_graph_is_kept_on_request_and_freed_otherwise(package: Package) -> None:
+def test_graph_is_kept_on_request_and_freed_otherwise(package: Any) -> None:
     x, weight = leaf(6, 16), leaf(16)
-    y = package.rms_norm(x, weight).sum()
+    y = norm(package, x, weight).sum()
     first = torch.autograd.grad(y, (x, weight), retain_graph=True)
     assert equal_bits(list(first), list(torch.autograd.grad(y, (x, weight))))
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
@@ -189,16 +246,16 @@ def test_graph_is_kept_on_request_and_freed_otherwise(package: Package) -> None:
 
 
 @pytest.mark.parametrize("changed", ["x", "weight"])
-def test_saved_tensor_that_was_changed_is_an_error(package: Package, changed: str) -> None:
+def test_saved_tensor_that_was_changed_is_an_error(package: Any, changed: str) -> None:
     given = {"x": leaf(6, 16), "weight": leaf(16)}
-    y = package.rms_norm(**given)
+    y = norm(package, **given)
     with torch.no_grad():
         given[changed].add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
 
 
-def test_saved_tensors_go_through_hooks(package: Package) -> None:
+def test_saved_tensors_go_through_hooks(package: Any) -> None:
     packed, unpacked = [], []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -211,16 +268,16 @@ def test_saved_tensors_go_through_hooks(package: Package) -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         found = outcome(package)
-    assert packed == unpacked == [(6, 16), (16,), (6, 1)]
+    assert packed == unpacked == [(6, 16), (16,), *[(6, 1)] * (1 + hasattr(package, "layer_norm"))]
     assert equal_bits(found, outcome(package))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointed(package: Package, reentrant: bool) -> None:
+def test_checkpointed(package: Any, reentrant: bool) -> None:
     x, weight = leaf(6, 16), leaf(16)
 
     def block(x: torch.Tensor) -> torch.Tensor:
-        return package.rms_norm(package.rms_norm(x, weight, 1e-6), weight, 1e-6)
+        return norm(package, norm(package, x, weight), weight)
 
     wanted = torch.autograd.grad(block(x).sum(), (x, weight))
     checkpoint(block, x, use_reentrant=reentrant).sum().backward()
@@ -228,7 +285,7 @@ def test_checkpointed(package: Package, reentrant: bool) -> None:
 
 
 def test_trainings_have_the_same_bits(both: Any) -> None:
-    runs = [Training(*norm_of(package, MODULE)).train(4) for package in both]
+    runs = [Training(partial(module_of, package), False).train(4) for package in both]
     assert equal_bits(*runs)
 
 
@@ -237,15 +294,16 @@ def test_forward_errors_are_those_of_python(both: Any) -> None:
         errors = []
         for package in both:
             with pytest.raises((TypeError, ValueError)) as caught:
-                package.rms_norm(*given)
+                norm(package, *given)
             errors.append((caught.type, str(caught.value)))
         assert errors[0] == errors[1]
 
 
 @pytest.mark.parametrize("anomaly", [False, True])
 @pytest.mark.parametrize("threaded", [False, True])
+@rms_norm_only
 def test_backward_errors_are_python_s_own(
-    tmp_path: Path, module: Any, anomaly: bool, threaded: bool
+    tmp_path: Path, module: Any, operation: str, anomaly: bool, threaded: bool
 ) -> None:
     class OddError(Exception):
         pass
@@ -267,26 +325,29 @@ def test_backward_errors_are_python_s_own(
     assert caught.value is error
 
 
+@rms_norm_only
 @pytest.mark.parametrize("wrong", [(1.0, None), [None, None], (None,)])
-def test_wrong_results_of_the_fallback_are_errors(tmp_path: Path, module: Any, wrong: Any) -> None:
+def test_wrong_results_of_the_fallback_are_errors(
+    tmp_path: Path, module: Any, operation: str, wrong: Any
+) -> None:
     package = write_package(tmp_path)
     package._norm.gradients = lambda *_: wrong  # type: ignore[assignment, method-assign]
     y = started(package, module).rms_norm(leaf(2, 8), leaf(8))
-    with pytest.raises(TypeError, match=r"tensor|two results"):
+    with pytest.raises(TypeError, match=r"tensor|2 results"):
         y.sum().backward()
 
 
-def test_nan_is_found_by_anomaly_mode(package: Package) -> None:
+def test_nan_is_found_by_anomaly_mode(package: Any) -> None:
     x = leaf(2, 8)
     with pytest.warns(UserWarning), torch.autograd.detect_anomaly():
-        y = package.rms_norm(x, None)
+        y = norm(package, x, None)
         with pytest.raises(RuntimeError, match="returned nan values"):
             y.backward(torch.full((2, 8), float("nan")))
 
 
-def test_backward_in_many_threads_through_one_graph(package: Package) -> None:
+def test_backward_in_many_threads_through_one_graph(package: Any) -> None:
     x, weight = leaf(6, 16), leaf(16)
-    y = package.rms_norm(x, weight).sum()
+    y = norm(package, x, weight).sum()
     wanted = list(torch.autograd.grad(y, (x, weight), retain_graph=True))
     found: list[list[torch.Tensor]] = []
 
@@ -301,13 +362,20 @@ def test_backward_in_many_threads_through_one_graph(package: Package) -> None:
 
 
 @pytest.mark.parametrize("weightless", [False, True])
-def test_compiled_autograd(package: Package, weightless: bool) -> None:
+def test_compiled_autograd(package: Any, weightless: bool) -> None:
     """Twice with other numbers, so that a compiled graph is used again."""
+
+    offsets = hasattr(package, "rms_norm")
 
     def step(eps: float, offset: float) -> list[torch.Tensor]:
         x, weight = leaf(6, 16), None if weightless else leaf(16, seed=1)
-        package.rms_norm(x, weight, eps, weight_offset=offset).square().sum().backward()
-        return [t.grad for t in (x, weight) if t is not None and t.grad is not None]
+        bias = None if offsets else leaf(16, seed=3)
+        if offsets:
+            y = package.rms_norm(x, weight, eps, weight_offset=offset)
+        else:
+            y = package.layer_norm(x, weight, bias, eps)
+        y.square().sum().backward()
+        return [t.grad for t in (x, weight, bias) if t is not None and t.grad is not None]
 
     counters = torch._dynamo.utils.counters
     counters.clear()
@@ -318,16 +386,16 @@ def test_compiled_autograd(package: Package, weightless: bool) -> None:
         with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
             found = step(*numbers)
         assert counters["compiled_autograd"]["captures"] >= max(before, 1)
-        assert len(found) == 2 - weightless
+        assert len(found) == 2 - weightless + (not offsets)
         torch.testing.assert_close(found, expected)
     torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("how", ["compile", "func", "fake", "no_grad", "inference"])
-def test_other_ways_go_past_the_node(package: Package, how: str) -> None:
+def test_other_ways_go_past_the_node(package: Any, how: str) -> None:
     x, weight = leaf(6, 16), leaf(16, seed=1)
-    wanted = outcome(package)
-    norm = package.rms_norm
+    wanted = outcome(package, **({} if hasattr(package, "rms_norm") else {"bias": None}))
+    norm = getattr(package, "rms_norm", None) or package.layer_norm
     if how == "compile":
         y = torch.compile(norm, backend="aot_eager", fullgraph=True)(x, weight)
     elif how == "func":
@@ -346,9 +414,9 @@ def test_other_ways_go_past_the_node(package: Package, how: str) -> None:
     assert torch.equal(y.detach(), wanted[0])
 
 
-def test_batched_gradients(package: Package) -> None:
+def test_batched_gradients(package: Any) -> None:
     leaves = leaf(6, 16), leaf(16, seed=1)
-    y, vectors = package.rms_norm(*leaves), torch.randn(3, 6, 16)
+    y, vectors = norm(package, *leaves), torch.randn(3, 6, 16)
     found = torch.autograd.grad(y, leaves, vectors, retain_graph=True, is_grads_batched=True)
     each = [torch.autograd.grad(y, leaves, v, retain_graph=True) for v in vectors]
     for one, *others in zip(found, *each, strict=True):

@@ -6,6 +6,7 @@ import json
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,9 @@ import torch
 from normforge.api import Package
 from normforge.frontends.install import RMS_NORM, Installation
 from normforge.frontends.layer_norm import LayerNormPackage
-from normforge.frontends.layer_norm_routes import LAYER_NORM
+from normforge.frontends.layer_norm_routes import LAYER_NORM, dw_and_db
+from normforge.operations import LAYERNORM_FORWARD
+from normforge.operations.formula import evaluate
 from normforge.serve.reference import Results, reference_backward, reference_forward
 from normforge.table import TABLE, Table
 
@@ -48,23 +51,42 @@ def _write_table(folder: Path) -> Path:
 
 
 @contextmanager
-def aten_on_cpu(calls: list[str] | None = None) -> Iterator[None]:
+def aten_on_cpu(calls: list[str] | None = None, layer_norm: bool = False) -> Iterator[None]:
     """Gives PyTorch's two fused operators CPU kernels, so that torch.nn.RMSNorm takes the same way
-    on the CPU as on a GPU. calls: which of them ran."""
+    on the CPU as on a GPU; or those of torch.nn.LayerNorm others, which save wide numbers of narrow
+    rows, too. calls: which of them ran."""
 
-    def forward(x: Any, shape: Any, weight: Any, eps: Any) -> Any:
+    def forward(x: Any, shape: Any, weight: Any, *others: Any) -> Any:
         if calls is not None:
             calls.append("forward")
-        return reference_forward(x, weight, eps)
+        if layer_norm:
+            bias, eps = others
+            given = {"x": x, "weight": weight, "bias": bias, "eps": eps}
+            found = evaluate(LAYERNORM_FORWARD, given)
+            return found["y"].to(x.dtype), found["mean"], found["rstd"]
+        return reference_forward(x, weight, *others)
 
     def backward(dy: Any, x: Any, shape: Any, rstd: Any, weight: Any, mask: Any) -> Any:
         if calls is not None:
             calls.append("backward")
         return reference_backward(dy, x, rstd, weight, need_dx=mask[0], need_dw=mask[1])
 
-    with torch.library._scoped_library("aten", "IMPL") as library:
-        library.impl("_fused_rms_norm", forward, "CPU")
-        library.impl("_fused_rms_norm_backward", backward, "CPU")
+    def centred(
+        dy: Any, x: Any, shape: Any, mean: Any, rstd: Any, weight: Any, *others: Any
+    ) -> Any:
+        _, (need_dx, *needed) = others
+        if calls is not None:
+            calls.append("backward")
+        wanted = {"need_dx": need_dx, "need_dw": any(needed)}
+        dx, sums = reference_backward(dy, x, rstd, weight, mean=mean, **wanted)
+        halves = zip(dw_and_db(sums), needed, strict=True)
+        return dx, *(half if wants else None for half, wants in halves)
+
+    with torch.library._scoped_library("aten", "IMPL") as library, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch has kernels of LayerNorm for the CPU
+        norm = "native_layer_norm" if layer_norm else "_fused_rms_norm"
+        library.impl(norm, forward, "CPU")
+        library.impl(f"{norm}_backward", centred if layer_norm else backward, "CPU")
         yield
 
 

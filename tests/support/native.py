@@ -16,7 +16,10 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from normforge.api import Package
+from normforge.frontends.layer_norm import LayerNormPackage
 from normforge.launch.workspace import PER_THREAD
+from normforge.operations import LAYERNORM_FORWARD
+from normforge.operations.formula import evaluate
 from normforge.serve.reference import reference_backward, reference_forward
 from normforge.spec import FORWARD_KERNELS
 from tests.support.entry_points import equal_bits, leaf
@@ -47,9 +50,15 @@ NOBODY = (0, 0, 0, 0)
 """A driver for packages whose calls are never launched: they serve CUDA tensors, and get none."""
 
 
-def started(package: Package, module: Any, driver: Any = NOBODY, on_cpu: bool = False) -> Package:
-    entry_points = package._forward, package._norm.gradients, package.ops
-    package._native.start(*entry_points, module, driver, on_cpu)
+AnyPackage = Package | LayerNormPackage
+OPERATIONS = ("rmsnorm_backward", "layernorm_backward")
+"""The operations that packages with a native path are of."""
+rms_norm_only = pytest.mark.parametrize("operation", OPERATIONS[:1], indirect=True)
+layer_norm_only = pytest.mark.parametrize("operation", OPERATIONS[1:], indirect=True)
+
+
+def started(package: Any, module: Any, driver: Any = NOBODY, on_cpu: bool = False) -> Any:
+    package._start_native(module, driver, on_cpu)
     return package
 
 
@@ -163,7 +172,7 @@ class Function(int):
 
 
 NAMES = ("rmsnorm_backward", "sum_partials")
-_FUNCTIONS = (*NAMES, *FORWARD_KERNELS)
+_FUNCTIONS = (*NAMES, *FORWARD_KERNELS, "layernorm_backward", LAYERNORM_FORWARD.name)
 _started = threading.local()
 
 
@@ -174,6 +183,9 @@ def compute(name: str, parameters: int) -> None:
     if name in FORWARD_KERNELS:
         compute_forward(given)
         return
+    if name == LAYERNORM_FORWARD.name:
+        compute_layer_norm(given)
+        return
     if name == "sum_partials":
         of_call = (given.scratch, given.sums)
         assert _started.last[:2] == of_call, "the main kernel of the same call comes first"
@@ -181,12 +193,17 @@ def compute(name: str, parameters: int) -> None:
         return
     size = given.rows, given.columns
     dy, x = at_address(given.dy, *size, given.dy_stride), at_address(given.x, *size, given.x_stride)
-    rstd = at_address(given.rstd, given.rows, dtype=torch.float32)
-    dx, dw = reference_backward(dy, x, rstd, at_address(given.weight, given.columns))
+    saved = {
+        each: at_address(getattr(given, each), given.rows, dtype=torch.float32)
+        for each in ("rstd", "mean")
+        if hasattr(given, each)
+    }
+    found = reference_backward(dy, x, weight=at_address(given.weight, given.columns), **saved)
+    dx, dw = found[0], found[1].flatten()  # type: ignore[union-attr]
     if given.dx:
         at_address(given.dx, *size)[:] = dx
     if given.dw and given.dw_mode == 0:
-        at_address(given.dw, given.columns)[:] = dw
+        at_address(given.dw, dw.numel())[:] = dw
     _started.last = (given.scratch, given.dw, dw)
 
 
@@ -200,6 +217,19 @@ def compute_forward(given: ForwardArguments) -> None:
     at_address(given.rstd, given.rows, dtype=torch.float32)[:] = found[1].view(-1)
     if given.residual_out:
         at_address(given.residual_out, *size)[:] = found[2]
+
+
+def compute_layer_norm(given: Any) -> None:
+    size = given.rows, given.columns
+    tensors: dict[str, Any] = {"x": at_address(given.x, *size, given.x_stride), "eps": given.eps}
+    for name in ("weight", "bias"):
+        address = getattr(given, name)
+        tensors[name] = at_address(address, given.columns) if address else None
+    found = evaluate(LAYERNORM_FORWARD, tensors)
+    at_address(given.y, *size)[:] = found["y"]
+    for name in ("mean", "rstd"):
+        statistic = at_address(getattr(given, name), given.rows, dtype=torch.float32)
+        statistic[:] = found[name].view(-1)
 
 
 def at_address(
@@ -225,29 +255,56 @@ def inputs(M: int = 6, **change: Any) -> dict[str, Any]:
     return given | change
 
 
-def by_backward(package: Package, dy: Any, x: Any, rstd: Any, weight: Any) -> Any:
-    return package.rmsnorm_backward(dy, x, rstd, weight)
+def mean_of(rstd: Any) -> Any:
+    """A mean like an rstd, also one that does not fit. It need not be that of rows."""
+    return rstd / 2 if isinstance(rstd, torch.Tensor) else torch.zeros(6, 1)
 
 
-def by_autograd(package: Package, dy: Any, x: Any, rstd: Any, weight: Any) -> Any:
+def by_backward(package: Any, dy: Any, x: Any, rstd: Any, weight: Any, **options: Any) -> Any:
+    if isinstance(package, LayerNormPackage):
+        return package.layer_norm_backward(dy, x, mean_of(rstd), rstd, weight, **options)
+    return package.rmsnorm_backward(dy, x, rstd, weight, **options)
+
+
+def norm(package: Any, x: Any, weight: Any, bias: Any = None, eps: float = 1e-6) -> Any:
+    """Return y of a norm, of which LayerNorm alone has a bias."""
+    if isinstance(package, LayerNormPackage):
+        return package.layer_norm(x, weight, bias, eps)
+    return package.rms_norm(x, weight, eps)
+
+
+def module_of(package: Any, width: int) -> Any:
+    """The package's module of a width."""
+    return (getattr(package, "LayerNorm", None) or package.RMSNorm)(width, eps=1e-6)
+
+
+def by_autograd(package: Any, dy: Any, x: Any, rstd: Any, weight: Any) -> Any:
     """Compute the gradients by autograd; rstd is computed by the forward."""
-    x, weight = (t if t.requires_grad else t.detach().requires_grad_() for t in (x, weight))
-    return torch.autograd.grad(package.rms_norm(x, weight, 1e-6), (x, weight), dy)
+    given = [t if t.requires_grad else t.detach().requires_grad_() for t in (x, weight)]
+    if isinstance(package, LayerNormPackage):
+        given.append(given[1].detach().clone().requires_grad_())
+    return torch.autograd.grad(norm(package, *given), given, dy)
 
 
-def by_operator(package: Package, dy: Any, x: Any, rstd: Any, weight: Any) -> Any:
+def call_operator(package: Any, dy: Any, x: Any, rstd: Any, weight: Any, *options: Any) -> Any:
     """Call the operator as compiled code does."""
-    call = (dy, x, rstd, weight, None, None, 0.0, True, True)
-    dx, dw, none = package.ops.rms_norm_backward(*call, package.name)
+    call = (dy, x, rstd, weight, *(options or (None, None, 0.0, True, True)), package.name)
+    if isinstance(package, LayerNormPackage):
+        return package.ops.layer_norm_backward(*call, mean_of(rstd))
+    return package.ops.rms_norm_backward(*call)
+
+
+def by_operator(package: Any, dy: Any, x: Any, rstd: Any, weight: Any) -> Any:
+    dx, dw, none = call_operator(package, dy, x, rstd, weight)
     assert none.shape == (0,) and none.dtype == x.dtype
-    return dx, dw
+    return dx, *(dw if isinstance(package, LayerNormPackage) else (dw,))
 
 
 EntryPoint = Callable[..., Any]
 entry_points = pytest.mark.parametrize("entry_point", [by_backward, by_autograd, by_operator])
 
 
-def learned(package: Package, entry_point: EntryPoint = by_autograd, M: int = 6) -> None:
+def learned(package: Any, entry_point: EntryPoint = by_autograd, M: int = 6) -> None:
     """Make calls enough that the next one like them is native."""
     for _ in range(4):
         entry_point(package, **inputs(M))
@@ -313,6 +370,8 @@ def check_launches(
             assert getattr(one, name) == getattr(two, name), name
         assert one.attributes == {int(kind) for kind in two.attributes}
     main, python = found[0].arguments, wanted[0].arguments
+    if "mean" in main._fields:  # of each call's own
+        python = python._replace(mean=main.mean)
     numbers = main._fields.index("rows")
     assert main[numbers:] == python[numbers:]
     counters, zeroed, scratch = main.counters, main.zeroed, main.scratch
@@ -322,7 +381,7 @@ def check_launches(
     assert scratch in machine.allocated, "scratch that nobody allocated"
     assert all(scratch != freed for freed, _ in machine.freed), "scratch that was freed"
     for other in machine.launches:
-        if other.function == NAMES[0]:
+        if other.function in OPERATIONS:
             theirs = other.arguments
             shared = scratch == theirs.scratch or 0 != counters == theirs.counters
             assert not shared, "memory of a call through Python"
@@ -331,11 +390,11 @@ def check_launches(
         assert second.arguments == theirs
 
 
-def installed_natively() -> bool:
-    """Return True if PyTorch's backward for CUDA is the kernel in C++ of some package."""
-    dump = torch._C._dispatch_dump_table("aten::_fused_rms_norm_backward")
+def installed_natively(name: str = "_fused_rms_norm_backward") -> bool:
+    """Return True if this backward of PyTorch for CUDA is the kernel in C++ of some package."""
+    dump = torch._C._dispatch_dump_table(f"aten::{name}")
     lines = [line for line in dump.splitlines() if line.startswith("CUDA: ")]
-    return any("operators.h" in line for line in lines)
+    return any("installed.h" in line for line in lines)
 
 
 class Watch(TorchDispatchMode):
@@ -390,15 +449,25 @@ OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-def leaves() -> dict[str, Any]:
+def leaves(package: Any) -> dict[str, Any]:
     given = inputs()
-    return {"x": given["x"].requires_grad_(), "weight": given["weight"].requires_grad_()}
+    found = {name: given[name].requires_grad_() for name in ("x", "weight")}
+    if isinstance(package, LayerNormPackage):
+        found["bias"] = rows(1, seed=3)[0].requires_grad_()
+    return found
 
 
-def outcome(package: Package, dy: Any = None, **change: Any) -> list[Any]:
+_LEAVES = ("x", "weight", "bias")
+
+
+def outcome(package: Any, dy: Any = None, **change: Any) -> list[Any]:
     given = {"x": leaf(6, 16), "weight": leaf(16, seed=1)} | change
-    leaves = [t for t in (given["x"], given["weight"]) if t is not None and t.requires_grad]
-    y = package.rms_norm(**given)
+    centred = isinstance(package, LayerNormPackage)
+    if centred:
+        given.setdefault("bias", leaf(16, seed=3))
+    leaves = [t for name, t in given.items() if name in _LEAVES and t is not None]
+    leaves = [t for t in leaves if t.requires_grad]
+    y = package.layer_norm(**given) if centred else package.rms_norm(**given)
     assert y.requires_grad is bool(leaves)
     if not leaves:
         return [y]

@@ -26,8 +26,8 @@ from generator.kernels.variant import Variant, make_variant
 from generator.package.emit import emit_package
 from generator.package.entries import PROVENANCE_KEYS, Entry, Forwards
 from generator.package.fallback_kernels import DTYPES as FALLBACK_DTYPES
-from generator.package.fallback_kernels import compile_fallbacks
-from generator.problem import ITEMSIZE, Problem
+from generator.package.fallback_kernels import compile_fallbacks, fallbacks_to_compile
+from generator.problem import ITEMSIZE, RMSNORM_BACKWARD, Problem
 from generator.space.forward_space import fallback_forwards, forward_variants
 from generator.space.load import load_space, space_file
 from generator.space.space import Space
@@ -217,7 +217,9 @@ def _sampled(
     return drawn_variant(problem, target, seed, **dict(fixed)) or reject()
 
 
-def compiled_fallbacks(target: Target) -> list[tuple[Variant, Compiled]]:
+def compiled_fallbacks(
+    target: Target, operation: str = RMSNORM_BACKWARD
+) -> list[tuple[Variant, Compiled]]:
     """The fallback kernels of a package, which is a minute's work for one core."""
     cores = len(os.sched_getaffinity(0))
     with CompilePool(target.arch, cores, compile=compile_variant) as pool:
@@ -226,7 +228,8 @@ def compiled_fallbacks(target: Target) -> list[tuple[Variant, Compiled]]:
             jobs = [(variant, pool.submit(variant)) for variant in variants]
             return [pool.result(variant, job) for variant, job in jobs]
 
-        return compile_fallbacks(target, compile)
+        variants = fallbacks_to_compile("all", target, [], operation)
+        return compile_fallbacks(target, compile, variants)
 
 
 def planted_entry(problem: Problem | str, target: Target, **knobs: int | str) -> Entry:

@@ -23,6 +23,7 @@ operators = _package.operators
 patch = _package.patch
 uninstall = _package.uninstall
 unpatch = _package.unpatch
+use_native = _package.use_native
 warmup = _package.warmup
 
 LayerNorm = _package.LayerNorm
@@ -43,5 +44,6 @@ __all__ = [
     "patch",
     "uninstall",
     "unpatch",
+    "use_native",
     "warmup",
 ]
