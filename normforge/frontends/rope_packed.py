@@ -78,7 +78,8 @@ def _gradients_by_formula(*given: Any) -> tuple[Any, ...]:
     q, k, _ = parts_of(qkv, *heads)
     to_q, of_q = gradients_by_formula(dq, q, q_weight, cos, sin, eps)
     to_k, of_k = gradients_by_formula(dk, k, k_weight, cos, sin, eps)
-    return torch.cat((to_q, to_k, dv), -2).flatten(-2), of_q, of_k
+    # Batched gradients have no rule for flatten().
+    return torch.cat((to_q, to_k, dv), -2).reshape(qkv.shape), of_q, of_k
 
 
 def _forward(*given: Any) -> Packed:
