@@ -16,7 +16,8 @@ from generator.errors import NormforgeError
 from generator.paths import SEARCH_SPACES
 from normforge.collected import KEY
 from normforge.operations import OPERATIONS, Signature, signature_of
-from normforge.table import ITEMSIZE, shape_name
+from normforge.shape_names import rotated_columns, shape_name
+from normforge.table import ITEMSIZE
 
 MAX_COLUMNS = 1 << 20
 SHAPES_FOLDER = SEARCH_SPACES / "shapes"
@@ -62,7 +63,7 @@ _PROBLEM = re.compile(
 _LONG_NAMES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32"}
 _MOST_DIGITS = 12
 """Digits of the largest M and N: more than any GPU holds."""
-_FORM = "MxN:dtype[:weight dtype][+offset][+residual[_dtype]]"
+_FORM = "MxN:dtype[:weight dtype][+offset][+residual[_dtype]][+rotary<columns>]"
 
 
 class ItemSizes:
@@ -72,6 +73,8 @@ class ItemSizes:
     dtype: str
     weight_dtype: str
     residual: str
+    rotation: str
+    N: int
 
     @property
     def signature(self) -> Signature:
@@ -98,6 +101,11 @@ class ItemSizes:
         """Bytes of one element of the residual's gradient, 0 without one."""
         return ITEMSIZE[self.residual] if self.residual else 0
 
+    @property
+    def rotated(self) -> int:
+        """Columns of a row that are rotated, where pairs of columns are."""
+        return rotated_columns(self.rotation, self.N)
+
 
 @dataclass(frozen=True, order=True)
 class Problem(ItemSizes):
@@ -106,11 +114,11 @@ class Problem(ItemSizes):
 
     offset: a number is added to the weight in fp32, as in models that store w - 1; residual: dtype
     of a residual gradient (M, N) that is added to dx in fp32, "" for none; where it is not `dtype`,
-    dx is written in both.
+    dx is written in both; rotation: of heads, as normforge/shape_names.py has it.
 
     `str(problem)` is `MxN:dtype[:weight dtype]` and the options, such as `+offset`, `+residual`,
-    `+residual_fp32`: the form used on the command line, in study names and in logs. In front of it
-    stands `operation:` but for the backward of RMSNorm."""
+    `+residual_fp32`, `+rotary64`: the form used on the command line, in study names and in logs. In
+    front of it stands `operation:` but for the backward of RMSNorm."""
 
     M: int
     N: int
@@ -119,6 +127,7 @@ class Problem(ItemSizes):
     offset: bool = False
     residual: str = ""
     operation: str = RMSNORM_BACKWARD
+    rotation: str = ""
 
     def __post_init__(self) -> None:
         if self.operation not in (*OPERATIONS, *FORWARDS):
@@ -152,14 +161,20 @@ class Problem(ItemSizes):
             (weighted, self.weight_dtype != self.dtype, "weight dtype"),
             (signature.columns, self.offset, "option +offset"),
             ("residual" in options, self.residual, "option +residual"),
+            (signature.groups, self.rotation, f"option +{self.rotation}"),
         ):
             if given and not has:
                 raise NormforgeError(f"shape {self}: {self.operation} has no {what}; leave it out")
+        if self.rotation and (self.rotated % 2 or not 0 < self.rotated < self.N):
+            raise NormforgeError(
+                f"shape {self}: +rotary says how many of the N columns are rotated, if not all: an "
+                "even number below N"
+            )
 
     def __str__(self) -> str:
-        shape = (self.M, self.N, self.dtype, self.weight_dtype, self.offset, self.residual)
+        shape = (self.M, self.N, self.dtype, self.weight_dtype)
         prefix = "" if self.operation == RMSNORM_BACKWARD else f"{self.operation}:"
-        return prefix + shape_name(*shape)
+        return prefix + shape_name(*shape, self.offset, self.residual, self.rotation)
 
     @classmethod
     def parse(cls, text: str, operation: str = RMSNORM_BACKWARD) -> Problem:
@@ -180,18 +195,20 @@ class Problem(ItemSizes):
                 "for example 4096x1024:bf16 or 8192x4096:bf16:fp32"
             )
         dtype = match["dtype"]
-        offset, residual = False, ""
+        offset, residual, rotation = False, "", ""
         for option in match["options"].split("+")[1:]:
             if option == "offset":
                 twice, offset = offset, True
             elif re.fullmatch("residual(_.+)?", option):
                 twice, residual = bool(residual), option[len("residual_") :] or dtype
+            elif re.fullmatch(rf"rotary\d{{1,{_MOST_DIGITS}}}", option):
+                twice, rotation = bool(rotation), option
             else:
                 raise NormforgeError(
                     f"shape '{text.strip()}': unknown option '+{option}'; expected {_FORM}"
                 )
             if twice:
-                name = option.partition("_")[0]
+                name = option.rstrip("0123456789").partition("_")[0]
                 raise NormforgeError(f"shape '{text.strip()}' has the option +{name} twice")
         if max(len(match["M"]), len(match["N"])) > _MOST_DIGITS:
             raise NormforgeError(
@@ -200,7 +217,7 @@ class Problem(ItemSizes):
             )
         weight = match["weight"] or dtype
         shape = (int(match["M"]), int(match["N"]), dtype, weight, offset, residual)
-        return cls(*shape, match["operation"] or operation)
+        return cls(*shape, match["operation"] or operation, rotation)
 
 
 def load_problems(shapes: str, operation: str = RMSNORM_BACKWARD) -> list[Problem]:

@@ -59,14 +59,20 @@ def headers() -> dict[str, str]:
 
 @cache
 def _fragment(
-    name: str, comments: bool, signature: Signature, producer: bool = False, shifted: bool = False
+    name: str,
+    comments: bool,
+    signature: Signature,
+    producer: bool = False,
+    shifted: bool = False,
+    rotary: int = 0,
 ) -> str:
     """A fragment by name: the file, or what its template is for a signature, with a producer warp,
-    and for rows that are no whole vectors."""
+    for rows that are no whole vectors, and for a part of the columns that is rotated."""
     if not template_named(f"{name}.j2").exists():
         return _file(name, comments)
     template = environment(comments).get_template(f"{name}.j2")
-    return template.render(signature=signature, producer=producer, shifted=shifted)
+    of = {"producer": producer, "shifted": shifted, "rotary": rotary}
+    return template.render(signature=signature, **of)
 
 
 @cache
@@ -86,7 +92,7 @@ def environment(comments: bool = True) -> jinja2.Environment:
 
 
 def source_of(
-    comments: bool, include: bool, signature: Signature | None = None, *of: bool
+    comments: bool, include: bool, signature: Signature | None = None, *of: int
 ) -> Callable[[str], str]:
     """Return the function that templates call as `source`: it takes a fragment's name, and pastes
     the text. With `include` it includes the file of that name instead, where that has the same
@@ -119,10 +125,13 @@ def render(variant: Variant, *, comments: bool = True, include: bool = False) ->
         launch_bounds = f"__launch_bounds__({variant.cta_threads}, {variant['min_blocks']})"
     shares_any_row = variant["cluster"] > 1 and not variant.exact
     signature = variant.signature
+    rotary = variant.rotated if variant.rotation else 0
     template = environment(comments).get_template(f"{variant.operation}.cu.j2")
     return template.render(
         **expressions(signature),
-        source=source_of(comments, include, signature, variant.producer, variant.shifted),
+        source=source_of(comments, include, signature, variant.producer, variant.shifted, rotary),
+        rotary=rotary,
+        rotates="is_rotated(j, rows.column(j)) ? " if rotary else "",
         producer=variant.producer,
         shifted=variant.shifted,
         holds_numbers=variant.holds_numbers,

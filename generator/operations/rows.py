@@ -54,7 +54,7 @@ def _spec(tensor: Tensor, problem: Problem) -> TensorSpec | None:
     if tensor.kind:
         return TensorSpec(tensor.name, (M, N // max(1, tensor.block)), tensor.kind)
     if tensor.role == "group":
-        return TensorSpec(tensor.name, (ceil_div(M, HEADS), N // 2), "fp32")
+        return TensorSpec(tensor.name, (ceil_div(M, HEADS), problem.rotated // 2), "fp32")
     return TensorSpec(tensor.name, (tensor.count * N,), problem.weight_dtype)
 
 

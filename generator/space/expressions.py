@@ -26,6 +26,7 @@ _OF_PROBLEM = (
     "itemsize",
     "weight_itemsize",
     "residual_itemsize",
+    "rotated",
 )
 _OF_TARGET = (
     "sms",

@@ -10,6 +10,7 @@ import torch
 
 from ..operations import RMSNORM_ROPE_BACKWARD, RMSNORM_ROPE_FORWARD, ROTATED
 from ..serve.options import SMALLEST_EPS
+from ..shape_names import rotation_name
 from ..torch_internals import float_of, served_dtype
 from .library import Served
 from .rope_checks import check_rotated, checked_heads, turns_of
@@ -32,12 +33,20 @@ class RotatedFunctions(RowFunctions):
     packages = "rope_packages"
 
     def explain(
-        self, M: int, N: int, dtype: str, weight_dtype: str = "", *, forward: bool = False
+        self,
+        M: int,
+        N: int,
+        dtype: str,
+        weight_dtype: str = "",
+        *,
+        forward: bool = False,
+        rotary_dim: int | None = None,
     ) -> dict[str, Any]:
         """Say which kernel serves the backward (or the forward) of M aligned heads of N columns
-        ("bf16", "fp16" or "fp32"), and why."""
+        ("bf16", "fp16" or "fp32"), of which the first `rotary_dim` are rotated, and why."""
         server = self.server(RMSNORM_ROPE_FORWARD if forward else RMSNORM_ROPE_BACKWARD)
-        return server.explain(M, N, dtype, weight_dtype)
+        rotation = rotation_name(N if rotary_dim is None else rotary_dim, N)
+        return server.explain(M, N, dtype, weight_dtype, rotation=rotation)
 
     def rms_norm_rope(
         self,
@@ -46,6 +55,7 @@ class RotatedFunctions(RowFunctions):
         cos: torch.Tensor,
         sin: torch.Tensor,
         eps: float = 1e-6,
+        rotary_dim: int | None = None,
     ) -> torch.Tensor:
         """Compute n * cos + rotate_half(n) * sin with n = norm(x) * weight, as attention does with
         its queries and keys in Qwen 3 and Gemma 3. Differentiable in x and weight.
@@ -59,10 +69,12 @@ class RotatedFunctions(RowFunctions):
             x: (..., H, D), bf16, fp16 or fp32: H heads of each token. Heads of a packed projection
                 are read where they lie.
             weight: (D,), or None for ones. Its gradient has its dtype.
-            cos, sin: (..., D), or (..., D / 2) for the first half of the columns, which is read
+            cos, sin: (..., R), or (..., R / 2) for the first half of the columns, which is read
                 alone: that of the second half is the same. Their other dimensions are those of x
                 without the heads, or 1 where they are repeated. They have no gradient.
             eps: added to the mean square. Below 2^-96 the backward is PyTorch's operators.
+            rotary_dim: R, how many columns are rotated: the first ones. Those behind them are n, as
+                in Qwen3-Next. None for all D.
 
         Returns:
             y in x's shape and dtype, computed in fp32 and rounded once.
@@ -71,9 +83,9 @@ class RotatedFunctions(RowFunctions):
             TypeError, ValueError: if the arguments do not fit together.
         """
         eps = float_of(eps)
-        check_rotated(x, weight, cos, sin, eps)
+        check_rotated(x, weight, cos, sin, eps, rotary_dim)
         weight = served_dtype(weight, x)
-        return rotated_norm(x, weight, *turns_of(x, cos, sin), eps, self.name)
+        return rotated_norm(x, weight, *turns_of(x, cos, sin, rotary_dim), eps, self.name)
 
     def qk_norm_rope(
         self,
@@ -84,6 +96,7 @@ class RotatedFunctions(RowFunctions):
         sin: torch.Tensor,
         heads: tuple[int, int],
         eps: float = 1e-6,
+        rotary_dim: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Compute `rms_norm_rope` of the queries and of the keys in a packed projection, without a
         copy of them. Differentiable in qkv and the weights; the gradients of q, k and v are written
@@ -95,7 +108,7 @@ class RotatedFunctions(RowFunctions):
             q_weight, k_weight: (D,), or None for ones.
             cos, sin: as of `rms_norm_rope`.
             heads: Hq and Hkv.
-            eps: as of `rms_norm_rope`.
+            eps, rotary_dim: as of `rms_norm_rope`.
 
         Returns:
             q of shape (..., Hq, D), k of (..., Hkv, D), and v, a view of qkv, of (..., Hkv, D).
@@ -106,36 +119,36 @@ class RotatedFunctions(RowFunctions):
         of_queries, of_keys = checked_heads(qkv, heads)
         eps = float_of(eps)
         q, k, _ = parts_of(qkv, of_queries, of_keys)
-        check_rotated(q, q_weight, cos, sin, eps)
-        check_rotated(k, k_weight, cos, sin, eps)
+        check_rotated(q, q_weight, cos, sin, eps, rotary_dim)
+        check_rotated(k, k_weight, cos, sin, eps, rotary_dim)
         weights = (served_dtype(q_weight, qkv), served_dtype(k_weight, qkv))
-        of_turns = turns_of(q, cos, sin)
+        of_turns = turns_of(q, cos, sin, rotary_dim)
         return packed_norms(qkv, *weights, *of_turns, of_queries, of_keys, eps, self.name)
 
     def forward(self, *given: Any) -> torch.Tensor:
         """Return y without gradients, of arguments as of RotatedNorms."""
         x, weight, cos, sin, eps = given
         server = self.server(RMSNORM_ROPE_FORWARD)
+        tensors = {"x": x, "weight": weight, "cos": cos, "sin": sin, "eps": eps}
         if server.is_without_kernels(x):
-            server.count(x, weight)
+            server.count_call(x, tensors)
             with torch.no_grad():
                 return formula(*given)
-        tensors = {"x": x, "weight": weight, "cos": cos, "sin": sin, "eps": eps}
         return server(tensors)["y"]
 
     def backward(self, *given: Any, into: torch.Tensor | None = None) -> Gradients:
         """Return dx and dw, of arguments as of RotatedNorms. into: where dx is to be written."""
         dy, x, weight, cos, sin, eps = given
         server = self.server(RMSNORM_ROPE_BACKWARD)
+        tensors = {"x": x, "dy": dy, "weight": weight, "cos": cos, "sin": sin, "eps": eps}
         served = eps >= SMALLEST_EPS
         if served and server.is_without_kernels(x):
-            server.count(x, weight)
+            server.count_call(x, tensors)
             served = False
         if not served:
             with torch.no_grad():
                 dx, dw = gradients_by_formula(*given)
                 return dx if into is None else into.copy_(dx), dw
-        tensors = {"x": x, "dy": dy, "weight": weight, "cos": cos, "sin": sin, "eps": eps}
         found = server(tensors, into={} if into is None else {"dx": into})
         return found["dx"], None if weight is None else found["dw"]
 

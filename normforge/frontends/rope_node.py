@@ -23,7 +23,7 @@ PackedGradients = tuple[torch.Tensor, "torch.Tensor | None", "torch.Tensor | Non
 
 class RotatedNorms(Protocol):
     """The interface of what computes a package's rotated norms. x, dy: (..., H, N); cos, sin: (...,
-    1, N / 2)."""
+    1, R / 2), where the first R columns are rotated."""
 
     def forward(
         self,

@@ -43,6 +43,10 @@ def check_tensors(operation: RowOperation, tensors: Tensors) -> torch.Tensor:
     if len({*dtypes.values()}) > 1:
         said = ", ".join(f"{name} of {dtype}" for name, dtype in dtypes.items())
         raise TypeError(f"what all rows share must be of one dtype, got {said}")
+    widths = {tensor.name: tensors[tensor.name].shape[-1] for tensor in signature.groups}
+    if len({*widths.values()}) > 1:
+        said = ", ".join(f"{name} {width}" for name, width in widths.items())
+        raise ValueError(f"what groups share has equally many columns, got of {said}")
     return x
 
 
@@ -84,11 +88,11 @@ def _check_group(name: str, given: torch.Tensor, x: torch.Tensor) -> None:
     missing = len(shape) - given.dim()
     fits = x.dim() > 1 and x.shape[-1] % 2 == 0 and 0 <= missing <= len(shape) - 2
     if fits:
-        at_ends = given.shape[-2:] == shape[-2:]
+        at_ends = given.shape[-2] == 1 and 0 < given.shape[-1] <= shape[-1]
         along = zip(given.shape[:-2], shape[missing:-2], strict=True)
         fits = at_ends and all(size in (1, wanted) for size, wanted in along)
     if not fits:
         raise ValueError(
-            f"{name} must have the shape {shape}, or 1 where it is repeated, got "
-            f"{tuple(given.shape)}"
+            f"{name} must have the shape {shape}, or 1 where it is repeated, or fewer columns "
+            f"where fewer are rotated, got {tuple(given.shape)}"
         )

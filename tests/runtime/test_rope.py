@@ -46,7 +46,8 @@ def written_out(
     x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float = EPS
 ) -> torch.Tensor:
     n = functional.rms_norm(x, x.shape[-1:], weight, eps)
-    return n * cos.unsqueeze(-2) + rotate_half(n) * sin.unsqueeze(-2)
+    n, rest = n[..., : cos.shape[-1]], n[..., cos.shape[-1] :]
+    return torch.cat((n * cos.unsqueeze(-2) + rotate_half(n) * sin.unsqueeze(-2), rest), -1)
 
 
 def check(found: Any, wanted: Any) -> None:
@@ -58,14 +59,15 @@ REPEATED = [(B, S), (1, S), (S,), (B, 1), (1, 1), (1,), ()]
 
 @pytest.mark.parametrize("shape", REPEATED)
 @pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("columns", [D, D // 2, 2])
 def test_results_and_gradients_are_those_of_the_definition(
-    shape: tuple[int, ...], half: bool
+    shape: tuple[int, ...], half: bool, columns: int
 ) -> None:
-    given, (cos, sin) = drawn(B, S, 3, D), turns(*shape)
-    seen = [one[..., : D // 2] if half else one for one in (cos, sin)]
+    given, (cos, sin) = drawn(B, S, 3, D), turns(*shape, columns=columns)
+    seen = [one[..., : columns // 2] if half else one for one in (cos, sin)]
 
     def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return rms_norm_rope(x, weight, *seen, EPS)
+        return rms_norm_rope(x, weight, *seen, EPS, rotary_dim=None if columns == D else columns)
 
     def wanted(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return written_out(x, weight, cos, sin)
@@ -74,12 +76,13 @@ def test_results_and_gradients_are_those_of_the_definition(
     check(gradients(norm, given), gradients(wanted, given))
 
 
-def test_a_packed_projection_is_split_where_it_lies() -> None:
+@pytest.mark.parametrize("rotary_dim", [None, D // 2])
+def test_a_packed_projection_is_split_where_it_lies(rotary_dim: int | None) -> None:
     columns = (HEADS[0] + 2 * HEADS[1]) * D
     torch.manual_seed(0)
     qkv = torch.randn(B, S, columns, dtype=torch.float64, requires_grad=True)
     weights = [drawn(1, 1, D)[1], torch.ones(D, dtype=torch.float64, requires_grad=True)]
-    leaves, (cos, sin) = [qkv, *weights], turns(1, S)
+    leaves, (cos, sin) = [qkv, *weights], turns(1, S, columns=rotary_dim or D)
 
     def wanted(
         qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor
@@ -88,7 +91,7 @@ def test_a_packed_projection_is_split_where_it_lies() -> None:
         q, k, v = every[..., :4, :], every[..., 4:6, :], every[..., 6:, :]
         return written_out(q, q_weight, cos, sin), written_out(k, k_weight, cos, sin), v
 
-    found = qk_norm_rope(*leaves, cos, sin, HEADS, EPS)
+    found = qk_norm_rope(*leaves, cos, sin, HEADS, EPS, rotary_dim)
     exact = wanted(qkv, *weights)
     check(found, exact)
     assert [part.shape[-2:] for part in found] == [(4, D), (2, D), (2, D)]
@@ -111,6 +114,16 @@ def test_results_are_rounded_once_and_gradients_have_the_dtypes_of_what_they_bel
         lambda *given: written_out(*given, cos.double(), sin.double(), 1e-5),
         [x, weight],
     )
+
+
+@pytest.mark.parametrize("columns", [D // 2, 2])
+def test_columns_that_are_not_rotated_have_the_bits_of_the_norm(columns: int) -> None:
+    """Whatever cos and sin are, and also where the others are not finite."""
+    (x, weight), ones = drawn(B, S, 3, D, dtype=torch.float32), torch.ones(S, columns)
+    turned = rms_norm_rope(x, weight, torch.inf * ones, ones, EPS, columns)
+    plain = rms_norm_rope(x, weight, torch.ones(S, D), torch.zeros(S, D), EPS)
+    assert torch.equal(turned[..., columns:], plain[..., columns:])
+    assert not turned[..., :columns].isfinite().any()
 
 
 def test_no_weight_stands_for_ones() -> None:
@@ -168,10 +181,11 @@ def test_it_is_what_the_attention_of_transformers_computes() -> None:
 def test_the_operators_are_what_pytorch_asks_of_one() -> None:
     for weight, dtype in ((torch.rand(D), torch.float32), (None, torch.bfloat16)):
         rows = [torch.rand(3, 2, D, dtype=dtype) for _ in range(2)]
-        cos, sin = (one[..., : D // 2].unsqueeze(-2).float() for one in turns(3))
-        given = (rows[0], weight, cos, sin, 1e-6, "*/rope")
-        torch.library.opcheck(rms_norm_rope_forward, given)
-        torch.library.opcheck(rms_norm_rope_backward, (rows[1], *given))
+        for half in (D // 4, D // 2):
+            cos, sin = (one[..., :half].unsqueeze(-2).float() for one in turns(3))
+            given = (rows[0], weight, cos, sin, 1e-6, "*/rope")
+            torch.library.opcheck(rms_norm_rope_forward, given)
+            torch.library.opcheck(rms_norm_rope_backward, (rows[1], *given))
     turned = torch.rand(3, D, 2).mT
     torch.library.opcheck(rms_norm_rope_forward, (turned, torch.rand(D), *given[2:]))
     assert normforge.rope.operators.rms_norm_rope.v1 is rms_norm_rope_forward
@@ -226,6 +240,9 @@ def test_it_says_which_kernel_serves_or_why_none_does(forward: bool) -> None:
     assert (found["how"], found["kernel"]) == ("none", None)
     assert found["reason"].startswith("nothing like 4096x128:bf16:fp32 was tuned")
     assert explain(524288, 128, "bf16", forward=forward)["how"] == "tuned"
+    found = explain(524288, 128, "bf16", forward=forward, rotary_dim=64)
+    assert (found["how"], found["kernel"]) == ("none", None)
+    assert found["reason"].startswith("nothing like 524288x128:bf16+rotary64 was tuned")
 
 
 @pytest.fixture

@@ -29,9 +29,11 @@ GROUPS = {
 """The size of a group, and of the weight."""
 
 
-def turns(*shape: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
-    """cos and sin of random angles, the same for both halves of the columns of a head."""
-    angles = torch.randn(*shape, HEAD // 2, generator=torch.manual_seed(7), dtype=torch.float64)
+def turns(
+    *shape: int, dtype: torch.dtype = torch.float64, columns: int = HEAD
+) -> list[torch.Tensor]:
+    """cos and sin of random angles, the same for both halves of the columns that are rotated."""
+    angles = torch.randn(*shape, columns // 2, generator=torch.manual_seed(7), dtype=torch.float64)
     whole = torch.cat((angles, angles), -1)
     return [whole.cos().to(dtype), whole.sin().to(dtype)]
 
