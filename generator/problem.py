@@ -16,7 +16,7 @@ from generator.errors import NormforgeError
 from generator.paths import SEARCH_SPACES
 from normforge.collected import KEY
 from normforge.operations import OPERATIONS, Signature, signature_of
-from normforge.shape_names import rotated_columns, shape_name
+from normforge.shape_names import is_interleaved, rotated_columns, shape_name
 from normforge.table import ITEMSIZE
 
 MAX_COLUMNS = 1 << 20
@@ -63,7 +63,8 @@ _PROBLEM = re.compile(
 _LONG_NAMES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32"}
 _MOST_DIGITS = 12
 """Digits of the largest M and N: more than any GPU holds."""
-_FORM = "MxN:dtype[:weight dtype][+offset][+residual[_dtype]][+rotary<columns>]"
+_OPTION = re.compile(rf"offset|residual(_.+)?|rotary\d{{1,{_MOST_DIGITS}}}|interleaved")
+_FORM = "MxN:dtype[:weight dtype][+offset][+residual[_dtype]][+rotary<columns>][+interleaved]"
 
 
 class ItemSizes:
@@ -105,6 +106,11 @@ class ItemSizes:
     def rotated(self) -> int:
         """Columns of a row that are rotated, where pairs of columns are."""
         return rotated_columns(self.rotation, self.N)
+
+    @property
+    def interleaved(self) -> bool:
+        """True where neighbouring columns are pairs, and not those of two halves."""
+        return is_interleaved(self.rotation)
 
 
 @dataclass(frozen=True, order=True)
@@ -165,10 +171,9 @@ class Problem(ItemSizes):
         ):
             if given and not has:
                 raise NormforgeError(f"shape {self}: {self.operation} has no {what}; leave it out")
-        if self.rotation and (self.rotated % 2 or not 0 < self.rotated < self.N):
+        if self.rotation.startswith("rotary") and self.rotated not in range(2, self.N, 2):
             raise NormforgeError(
-                f"shape {self}: +rotary says how many of the N columns are rotated, if not all: an "
-                "even number below N"
+                f"shape {self}: +rotary has the number of rotated columns, an even number below N"
             )
 
     def __str__(self) -> str:
@@ -195,29 +200,25 @@ class Problem(ItemSizes):
                 "for example 4096x1024:bf16 or 8192x4096:bf16:fp32"
             )
         dtype = match["dtype"]
-        offset, residual, rotation = False, "", ""
+        options: dict[str, str] = {}
         for option in match["options"].split("+")[1:]:
-            if option == "offset":
-                twice, offset = offset, True
-            elif re.fullmatch("residual(_.+)?", option):
-                twice, residual = bool(residual), option[len("residual_") :] or dtype
-            elif re.fullmatch(rf"rotary\d{{1,{_MOST_DIGITS}}}", option):
-                twice, rotation = bool(rotation), option
-            else:
+            if not _OPTION.fullmatch(option):
                 raise NormforgeError(
                     f"shape '{text.strip()}': unknown option '+{option}'; expected {_FORM}"
                 )
-            if twice:
-                name = option.rstrip("0123456789").partition("_")[0]
+            name = option.rstrip("0123456789").partition("_")[0]
+            if name in options:
                 raise NormforgeError(f"shape '{text.strip()}' has the option +{name} twice")
+            options[name] = option
         if max(len(match["M"]), len(match["N"])) > _MOST_DIGITS:
             raise NormforgeError(
                 f"shape '{text.strip()[:80]}' has more than {_MOST_DIGITS} digits in a number, and "
                 "no GPU holds as many rows: write it smaller"
             )
-        weight = match["weight"] or dtype
-        shape = (int(match["M"]), int(match["N"]), dtype, weight, offset, residual)
-        return cls(*shape, match["operation"] or operation, rotation)
+        shape = (int(match["M"]), int(match["N"]), dtype, match["weight"] or dtype)
+        residual = options["residual"][len("residual_") :] or dtype if "residual" in options else ""
+        rotation = "+".join(options[name] for name in ("rotary", "interleaved") if name in options)
+        return cls(*shape, "offset" in options, residual, match["operation"] or operation, rotation)
 
 
 def load_problems(shapes: str, operation: str = RMSNORM_BACKWARD) -> list[Problem]:

@@ -34,7 +34,8 @@ _HEAD = f"""\
 _OPERATION = re.compile(r"  ([a-z]\w*):")
 _CALLS = re.compile(r"    (\d+x\d+:[\w:+]*\w): (\d+)")
 _SHAPE = re.compile(
-    r"(\d+)x(\d+):([a-z]+\d+)(?::\w+)?(?:\+offset)?(?:\+residual(?:_(\w+))?)?(?:\+rotary\d+)?"
+    r"(\d+)x(\d+):([a-z]+\d+)(?::\w+)?(?:\+offset)?(?:\+residual(?:_(\w+))?)?"
+    r"(?:\+rotary\d+)?(?:\+interleaved)?"
 )
 
 

@@ -72,6 +72,10 @@ def test_columns_that_are_rotated_are_all_unless_said() -> None:
     assert Problem.parse(str(problem)) == problem
     (cos,) = (t for t in operation_of(problem).arguments(problem) if t.name == "cos")
     assert cos.shape == (1, 32)
+    both = Problem.parse("rmsnorm_rope_forward:8x256:bf16+interleaved+rotary64")
+    assert (both.rotated, both.interleaved, problem.interleaved) == (64, True, False)
+    assert str(both) == "rmsnorm_rope_forward:8x256:bf16+rotary64+interleaved"
+    assert moved_bytes(both.operation, str(both).partition(":")[2]) == 2 * 8 * 256 * 2
 
 
 @pytest.mark.parametrize(
@@ -107,6 +111,8 @@ def test_columns_that_are_rotated_are_all_unless_said() -> None:
         ("4096x1024:bf16+offset+offset", "has the option +offset twice"),
         ("4096x256:bf16+rotary64", "rmsnorm_backward has no option +rotary64; leave it out"),
         ("4096x256:bf16+rotary", "unknown option '+rotary'"),
+        ("4096x256:bf16+interleaved", "rmsnorm_backward has no option +interleaved"),
+        ("8x64:bf16+interleaved+interleaved", "has the option +interleaved twice"),
         ("4096x256:bf16+rotary-2", "malformed shape"),
         ("rmsnorm_rope_forward:8x64:bf16+rotary7", "an even number below N"),
         ("rmsnorm_rope_forward:8x64:bf16+rotary0", "an even number below N"),

@@ -108,7 +108,7 @@ class Variant(Geometry):
         digest = hashlib.sha256(text.encode()).hexdigest()[:8]
         stages = self["stages"] if self["pipeline"] != "direct" else ""
         options = "offset_" * self.offset + (f"residual{self.residual}_" if self.residual else "")
-        options += f"{self.rotation}_" if self.rotation else ""
+        options += f"{self.rotation}_".replace("+", "_") if self.rotation else ""
         return (
             f"{family}{self['strategy']}_{self['pipeline']}{stages}_{width}_{self.dtype}_"
             f"{weight}{options}{self['threads_per_row']}x{self['rows_per_cta']}_{digest}"

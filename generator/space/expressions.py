@@ -27,6 +27,7 @@ _OF_PROBLEM = (
     "weight_itemsize",
     "residual_itemsize",
     "rotated",
+    "interleaved",
 )
 _OF_TARGET = (
     "sms",

@@ -10,7 +10,13 @@ from ..serve.checks import FLOATS
 
 
 def check_rotated(
-    x: Any, weight: Any, cos: Any, sin: Any, eps: Any, rotary_dim: int | None = None
+    x: Any,
+    weight: Any,
+    cos: Any,
+    sin: Any,
+    eps: Any,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
 ) -> None:
     """Raises TypeError or ValueError, in one sentence, for arguments that do not fit together."""
     for name, given in (("x", x), ("weight", weight), ("cos", cos), ("sin", sin)):
@@ -18,6 +24,8 @@ def check_rotated(
             raise TypeError(f"{name} must be a torch.Tensor, got {type(given).__name__}")
     if eps is None:
         raise TypeError("eps must be a number, got None")
+    if type(interleaved) is not bool:
+        raise TypeError(f"interleaved must be True or False, got {interleaved!r}")
     if x.dtype not in FLOATS or x.dim() < 2 or x.shape[-1] == 0 or x.shape[-1] % 2:
         raise ValueError(
             "x must be floating heads of an even number of columns, of shape (..., H, D), got "

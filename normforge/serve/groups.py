@@ -46,10 +46,11 @@ def _period(tensor: torch.Tensor, groups: torch.Size) -> int:
 
 def rotation_of(signature: Signature, given: Mapping[str, Any], x: torch.Tensor) -> str:
     """Return how the heads of a call are rotated, as kernels are named for it: by the numbers that
-    groups share, one for every pair of columns. given: by name; x: the first
-    rows."""
+    groups share, one for every pair of columns, and the flag `interleaved`. given: by name; x: the
+    first rows."""
     first = next((given[tensor.name] for tensor in signature.groups), None)
-    return "" if first is None else rotation_name(2 * first.shape[-1], x.shape[-1])
+    interleaved = bool(given.get("interleaved"))
+    return "" if first is None else rotation_name(2 * first.shape[-1], x.shape[-1], interleaved)
 
 
 def _matrix(tensor: torch.Tensor, groups: torch.Size, period: int) -> torch.Tensor:

@@ -14,7 +14,10 @@ from .checks import FLOATS
 
 Tensors = Mapping[str, Any]
 """The arguments of a call by name: tensors, None for one that it does without, and numbers."""
-_KINDS = ("tensor", "number")
+_KINDS: dict[str, tuple[str, Any]] = {
+    "number": ("a number", (int, float)),
+    "flag": ("True or False", bool),
+}
 
 
 def check_tensors(operation: RowOperation, tensors: Tensors) -> torch.Tensor:
@@ -25,18 +28,15 @@ def check_tensors(operation: RowOperation, tensors: Tensors) -> torch.Tensor:
         raise TypeError(f"{operation.name} takes no '{unknown[0]}'")
     for tensor in signature.inputs:
         given = tensors.get(tensor.name)
-        if given is None and not (tensor.late or tensor.role == "columns"):
+        if given is None and not (tensor.late or tensor.role in ("columns", "flag")):
             raise TypeError(f"{operation.name} needs {tensor.name}")
-        numeric = tensor.role == "number"
-        kind: Any = (int, float) if numeric else torch.Tensor
+        what, kind = _KINDS.get(tensor.role, ("a tensor", torch.Tensor))
         if given is not None and not isinstance(given, kind):
-            raise TypeError(
-                f"{tensor.name} must be a {_KINDS[numeric]}, got {type(given).__name__}"
-            )
+            raise TypeError(f"{tensor.name} must be {what}, got {type(given).__name__}")
     x: torch.Tensor = tensors[signature.early[0].name]
     for tensor in signature.inputs:
         given = tensors.get(tensor.name)
-        if given is not None and tensor.role != "number":
+        if isinstance(given, torch.Tensor):
             _check_one(tensor, given, signature.early[0].name, x)
     shared = {t.name: tensors.get(t.name) for t in signature.all_columns}
     dtypes = {name: one.dtype for name, one in shared.items() if one is not None}

@@ -58,8 +58,8 @@ def fault_of(variant: Variant, problem: Problem, inputs: Any) -> str:
     return ""
 
 
-@pytest.mark.sampled(14)
-@pytest.mark.parametrize("rotation", ["", "+rotary256"])
+@pytest.mark.sampled(16)
+@pytest.mark.parametrize("rotation", ["", "+rotary256", "+interleaved"])
 @pytest.mark.parametrize("pipeline", PIPELINES)
 @pytest.mark.parametrize("reduction", DETERMINISTIC)
 def test_deterministic_reduction_gives_one_set_of_right_bits(
@@ -73,7 +73,7 @@ def test_deterministic_reduction_gives_one_set_of_right_bits(
     assert check.errors.keys() == {"dx", "dw"}
 
 
-@pytest.mark.parametrize("rotation", ["", "+rotary512"])
+@pytest.mark.parametrize("rotation", ["", "+rotary512", "+rotary512+interleaved"])
 @pytest.mark.parametrize("pipeline", ["direct", "bulk", "async"])
 def test_every_schedule_gives_one_set_of_right_bits(
     pipeline: str, rotation: str, target: Target
@@ -100,6 +100,13 @@ def test_every_schedule_gives_one_set_of_right_bits(
         *(("61x128:fp16:fp32+rotary48", threads) for threads in (8, 16)),
         ("61x128:fp32+offset+rotary96", 8),
         ("45x96:fp32+rotary32", 8),
+        ("45x65:bf16+rotary64", 32),
+        *(("77x256:bf16+rotary64+interleaved", threads) for threads in (8, 16, 32)),
+        ("61x128:fp16:fp32+rotary48+interleaved", 8),
+        ("61x96:bf16+interleaved", 8),
+        ("61x36:fp16+interleaved", 8),
+        ("61x34:bf16+rotary14+interleaved", 8),
+        ("45x128:fp32+offset+rotary96+interleaved", 16),
     ],
 )
 @of_name
@@ -125,7 +132,9 @@ def test_ways_to_a_partner_give_the_same_bits(name: str, target: Target) -> None
     assert run_to_one_result(shuffled, inputs).keys() == check.errors.keys()
 
 
-@pytest.mark.parametrize("rotation", ["", "+rotary64", "+rotary6400"])
+@pytest.mark.parametrize(
+    "rotation", ["", "+rotary64", "+rotary6400", "+interleaved", "+rotary6400+interleaved"]
+)
 @of_name
 def test_a_cluster_reads_partners_of_other_ctas_again(
     name: str, rotation: str, target: Target
@@ -142,7 +151,8 @@ def test_groups_of_any_size_share_numbers_of_either_dtype(
     name: str, heads: int, groups: int, dtype: torch.dtype, target: Target
 ) -> None:
     """The numbers repeat where they are fewer than groups, as those of a sequence in a batch."""
-    problem = Problem.parse(f"70x64:bf16{'+rotary32' * (heads % 5 == 0)}", name)
+    rotation = {0: "+rotary32", 2: "+interleaved"}.get(heads % 5, "")
+    problem = Problem.parse(f"70x64:bf16{rotation}", name)
     given = OPERATIONS[name].make_inputs(problem, CPU)
     generator = torch.Generator().manual_seed(heads)
     half = problem.rotated // 2
@@ -156,9 +166,12 @@ def test_groups_of_any_size_share_numbers_of_either_dtype(
     assert not any(torch.equal(found[out], other[out]) for out in found)
 
 
+@pytest.mark.parametrize(
+    "shape", ["70x128:fp16", "70x128:fp16+interleaved", "70x34:fp16+rotary14+interleaved"]
+)
 @of_name
-def test_numbers_of_16_bits_are_those_of_32(name: str, target: Target) -> None:
-    problem = Problem.parse("70x128:fp16", name)
+def test_numbers_of_16_bits_are_those_of_32(name: str, shape: str, target: Target) -> None:
+    problem = Problem.parse(shape, name)
     given = OPERATIONS[name].make_inputs(problem, CPU)
     narrow = replace(given, cos=given.cos.half(), sin=given.sin.half())
     wide = replace(given, cos=narrow.cos.float(), sin=narrow.sin.float())
@@ -168,6 +181,7 @@ def test_numbers_of_16_bits_are_those_of_32(name: str, target: Target) -> None:
 
 
 WHOLE, PART, QWEN = "203x128:bf16", "77x128:fp16+rotary48", "77x256:bf16+rotary64"
+NEXT = "77x128:bf16+rotary64+interleaved"
 PLANTED = [
     *(
         (*planted, WHOLE, 16)
@@ -198,6 +212,10 @@ PLANTED = [
     ),
     (BACKWARD, "&& column < kRotary)", "&& column < kHalf)", r"dx\[.* are off", PART, 8),
     (BACKWARD, "kHalfVectors)", "1)", r"dx\[.* are off", QWEN, 32),
+    (FORWARD, "words, i ^ 1)", "words, i)", r"y\[.* are off", NEXT, 8),
+    (FORWARD, "start + column / 2", "start + column", r"reads \d+ bytes at (cos|sin)\[", NEXT, 8),
+    (BACKWARD, "(i % 2 == 0) ?", "(i % 2 == 1) ?", r"dx\[.* are off", NEXT, 8),
+    (BACKWARD, "], i / 2, args", "], i % (kElements / 2), args", r"dx\[.* are off", NEXT, 8),
     (BACKWARD, "? j + kHalfSteps", "? j", r"dx\[.* are off", "77x256:bf16+rotary128", 8),
 ]
 
@@ -275,5 +293,10 @@ def test_half_a_row_that_is_no_whole_number_of_vectors_is_refused(
     rejection = space.reject(space.normalize(known, partial, target), partial, target)
     assert rejection is not None and rejection.rule == "pairs"
     assert "half of 24 rotated columns is no whole number of vectors of 8" in rejection.sentence
-    narrow = replace(partial, rotation="rotary32")
-    assert space.reject(space.normalize(known, narrow, target), narrow, target) is None
+    for rotation in ("rotary32", "rotary24+interleaved"):
+        served = replace(partial, rotation=rotation)
+        assert space.reject(space.normalize(known, served, target), served, target) is None
+    odd = Problem.parse("4096x64:bf16+rotary20+interleaved", name)
+    rejection = space.reject(space.normalize(known, odd, target), odd, target)
+    assert rejection is not None and rejection.rule == "neighbours"
+    assert "20 rotated columns are no whole number of vectors of 8" in rejection.sentence

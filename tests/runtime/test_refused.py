@@ -48,6 +48,7 @@ OF_ANOTHER_TYPE: list[tuple[str, Callable[[], Any]]] = [
     ("cos must be of a floating dtype, got torch.int32", rope(cos=COS.int())),
     ("eps must be a number, got None", rope(eps=None)),
     ("rotary_dim must be an int or None, got float", rope(rotary_dim=4.0)),
+    ("interleaved must be True or False, got 'yes'", rope(interleaved="yes")),
     ("qkv must be a torch.Tensor, got int", projection(3)),
     ("x must be a torch.Tensor, got float", quantized(3.0)),
     ("weight must be a torch.Tensor, got float", quantized(BLOCKS, 1.0)),

@@ -101,6 +101,15 @@ ROPE = Function(
     (rope_node.rms_norm_rope_forward, rope_node.rms_norm_rope_backward),
     turned=True,
 )
+NEIGHBOURS = Function(
+    lambda x, weight, cos, sin: (
+        rms_norm_rope(x, weight, cos[..., :2], sin[..., :2], EPS, 4, interleaved=True),
+    ),
+    lambda rows: [(B, rows, 4, HEAD), (HEAD,)],
+    rope_node.SERVED("*/rope+interleaved"),
+    (rope_node.rms_norm_rope_forward, rope_node.rms_norm_rope_backward),
+    turned=True,
+)
 PROJECTION = Function(
     lambda *given: (torch.cat(qk_norm_rope(*given, HEADS, EPS), -2),),
     lambda rows: [(B, rows, 8 * HEAD), (HEAD,), (HEAD,)],
@@ -117,7 +126,7 @@ GATED = {
 }
 FUNCTIONS = {
     **GATED,
-    **{"rope": ROPE, "projection": PROJECTION},
+    **{"rope": ROPE, "neighbours": NEIGHBOURS, "projection": PROJECTION},
     **{form: quantized(form) for form in FORMATS},
 }
 ONE_OF_EACH = ["silu, norm first, whole rows", "rope", "projection", *FORMATS]
