@@ -16,7 +16,8 @@ from generator.errors import NormforgeError
 from generator.paths import SEARCH_SPACES
 from normforge.collected import KEY
 from normforge.operations import OPERATIONS, Signature, signature_of
-from normforge.table import ITEMSIZE, shape_name
+from normforge.shape_names import is_interleaved, rotated_columns, shape_name
+from normforge.table import ITEMSIZE
 
 MAX_COLUMNS = 1 << 20
 SHAPES_FOLDER = SEARCH_SPACES / "shapes"
@@ -62,7 +63,8 @@ _PROBLEM = re.compile(
 _LONG_NAMES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32"}
 _MOST_DIGITS = 12
 """Digits of the largest M and N: more than any GPU holds."""
-_FORM = "MxN:dtype[:weight dtype][+offset][+residual[_dtype]]"
+_OPTION = re.compile(rf"offset|residual(_.+)?|rotary\d{{1,{_MOST_DIGITS}}}|interleaved")
+_FORM = "MxN:dtype[:weight dtype][+offset][+residual[_dtype]][+rotary<columns>][+interleaved]"
 
 
 class ItemSizes:
@@ -72,6 +74,8 @@ class ItemSizes:
     dtype: str
     weight_dtype: str
     residual: str
+    rotation: str
+    N: int
 
     @property
     def signature(self) -> Signature:
@@ -98,6 +102,16 @@ class ItemSizes:
         """Bytes of one element of the residual's gradient, 0 without one."""
         return ITEMSIZE[self.residual] if self.residual else 0
 
+    @property
+    def rotated(self) -> int:
+        """Columns of a row that are rotated, where pairs of columns are."""
+        return rotated_columns(self.rotation, self.N)
+
+    @property
+    def interleaved(self) -> bool:
+        """True where neighbouring columns are pairs, and not those of two halves."""
+        return is_interleaved(self.rotation)
+
 
 @dataclass(frozen=True, order=True)
 class Problem(ItemSizes):
@@ -106,11 +120,11 @@ class Problem(ItemSizes):
 
     offset: a number is added to the weight in fp32, as in models that store w - 1; residual: dtype
     of a residual gradient (M, N) that is added to dx in fp32, "" for none; where it is not `dtype`,
-    dx is written in both.
+    dx is written in both; rotation: of heads, as normforge/shape_names.py has it.
 
     `str(problem)` is `MxN:dtype[:weight dtype]` and the options, such as `+offset`, `+residual`,
-    `+residual_fp32`: the form used on the command line, in study names and in logs. In front of it
-    stands `operation:` but for the backward of RMSNorm."""
+    `+residual_fp32`, `+rotary64`: the form used on the command line, in study names and in logs. In
+    front of it stands `operation:` but for the backward of RMSNorm."""
 
     M: int
     N: int
@@ -119,6 +133,7 @@ class Problem(ItemSizes):
     offset: bool = False
     residual: str = ""
     operation: str = RMSNORM_BACKWARD
+    rotation: str = ""
 
     def __post_init__(self) -> None:
         if self.operation not in (*OPERATIONS, *FORWARDS):
@@ -152,14 +167,19 @@ class Problem(ItemSizes):
             (weighted, self.weight_dtype != self.dtype, "weight dtype"),
             (signature.columns, self.offset, "option +offset"),
             ("residual" in options, self.residual, "option +residual"),
+            (signature.groups, self.rotation, f"option +{self.rotation}"),
         ):
             if given and not has:
                 raise NormforgeError(f"shape {self}: {self.operation} has no {what}; leave it out")
+        if self.rotation.startswith("rotary") and self.rotated not in range(2, self.N, 2):
+            raise NormforgeError(
+                f"shape {self}: +rotary has the number of rotated columns, an even number below N"
+            )
 
     def __str__(self) -> str:
-        shape = (self.M, self.N, self.dtype, self.weight_dtype, self.offset, self.residual)
+        shape = (self.M, self.N, self.dtype, self.weight_dtype)
         prefix = "" if self.operation == RMSNORM_BACKWARD else f"{self.operation}:"
-        return prefix + shape_name(*shape)
+        return prefix + shape_name(*shape, self.offset, self.residual, self.rotation)
 
     @classmethod
     def parse(cls, text: str, operation: str = RMSNORM_BACKWARD) -> Problem:
@@ -180,27 +200,25 @@ class Problem(ItemSizes):
                 "for example 4096x1024:bf16 or 8192x4096:bf16:fp32"
             )
         dtype = match["dtype"]
-        offset, residual = False, ""
+        options: dict[str, str] = {}
         for option in match["options"].split("+")[1:]:
-            if option == "offset":
-                twice, offset = offset, True
-            elif re.fullmatch("residual(_.+)?", option):
-                twice, residual = bool(residual), option[len("residual_") :] or dtype
-            else:
+            if not _OPTION.fullmatch(option):
                 raise NormforgeError(
                     f"shape '{text.strip()}': unknown option '+{option}'; expected {_FORM}"
                 )
-            if twice:
-                name = option.partition("_")[0]
+            name = option.rstrip("0123456789").partition("_")[0]
+            if name in options:
                 raise NormforgeError(f"shape '{text.strip()}' has the option +{name} twice")
+            options[name] = option
         if max(len(match["M"]), len(match["N"])) > _MOST_DIGITS:
             raise NormforgeError(
                 f"shape '{text.strip()[:80]}' has more than {_MOST_DIGITS} digits in a number, and "
                 "no GPU holds as many rows: write it smaller"
             )
-        weight = match["weight"] or dtype
-        shape = (int(match["M"]), int(match["N"]), dtype, weight, offset, residual)
-        return cls(*shape, match["operation"] or operation)
+        shape = (int(match["M"]), int(match["N"]), dtype, match["weight"] or dtype)
+        residual = options["residual"][len("residual_") :] or dtype if "residual" in options else ""
+        rotation = "+".join(options[name] for name in ("rotary", "interleaved") if name in options)
+        return cls(*shape, "offset" in options, residual, match["operation"] or operation, rotation)
 
 
 def load_problems(shapes: str, operation: str = RMSNORM_BACKWARD) -> list[Problem]:

@@ -33,7 +33,10 @@ _HEAD = f"""\
 """
 _OPERATION = re.compile(r"  ([a-z]\w*):")
 _CALLS = re.compile(r"    (\d+x\d+:[\w:+]*\w): (\d+)")
-_SHAPE = re.compile(r"(\d+)x(\d+):([a-z]+\d+)(?::\w+)?(?:\+offset)?(?:\+residual(?:_(\w+))?)?")
+_SHAPE = re.compile(
+    r"(\d+)x(\d+):([a-z]+\d+)(?::\w+)?(?:\+offset)?(?:\+residual(?:_(\w+))?)?"
+    r"(?:\+rotary\d+)?(?:\+interleaved)?"
+)
 
 
 def moved_bytes(operation: str, shape: str) -> int:

@@ -59,7 +59,7 @@ class KernelSpec:
     one after another. leaves: the sums that its CTAs leave in the workspace: of `groups`, with runs
     for the chunk that is not full; of `runs`, unless they are very many; or of `both`, groups while
     they fill rounds of all CTAs and runs behind them. producer: whether the last of the CTA's warps
-    only asks for the rows of the others.
+    only asks for the rows of the others. rotation: of heads, as shape_names.py has it.
     """
 
     name: str
@@ -94,6 +94,7 @@ class KernelSpec:
     leaves: str = field(default="", repr=False)
     producer: bool = field(default=False, repr=False)
     way: str = field(default="", repr=False)
+    rotation: str = field(default="", repr=False)
 
     @cached_property
     def participants(self) -> int:
@@ -158,6 +159,7 @@ class ForwardSpec:
     sms: int
     offset: ClassVar[bool] = False
     residual: ClassVar[str] = ""
+    rotation: ClassVar[str] = ""
     least: ClassVar[int] = 1
 
     def grid(self, M: int) -> int:

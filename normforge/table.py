@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from .cubins import AGAIN, read_cubin
 from .older_tables import FORMAT_BEFORE, todays_spec
+from .shape_names import shape_name
 from .spec import ITEMSIZE, ForwardSpec, KernelSpec
 
 FORMAT = 5
@@ -68,7 +69,8 @@ class TunedOf(Generic[S]):
     @property
     def shape(self) -> str:
         spec = self.kernel.spec
-        return shape_name(self.M, self.N, self.dtype, self.weight_dtype, spec.offset, spec.residual)
+        options = (spec.offset, spec.residual, spec.rotation)
+        return shape_name(self.M, self.N, self.dtype, self.weight_dtype, *options)
 
 
 @dataclass(frozen=True)
@@ -117,29 +119,31 @@ class TableOf(Generic[S]):
         *,
         offset: bool = False,
         residual: str = "",
+        rotation: str = "",
         first_alignment: int | None = None,
     ) -> ChoiceOf[S]:
         """The kernel for M >= 1 rows of N columns.
 
         alignment: the power of two, in bytes, that divides the addresses and row strides of x and
         dy (of a forward: of x and the residual); weight_alignment: the same of the weight. (A
-        dresidual is at MAX_ALIGNMENT.) offset, residual: as in the KernelSpec; kernels with these
-        options exist where they were tuned and nowhere else. first_alignment: that of the addresses
-        alone where all rows lie one behind the other, else 1; by default `alignment`.
+        dresidual is at MAX_ALIGNMENT.) offset, residual, rotation: as in the KernelSpec; kernels
+        with these options exist where they were tuned and nowhere else. first_alignment: that of
+        the addresses alone where all rows lie one behind the other, else 1; by default `alignment`.
 
         Order: the tuned shape; the nearest tuned M at the same N and dtypes (`_distance`), unless
         M is at most `few_rows` and that is MANY_TIMES M; the fallback kernel with the widest
         vectors and the least capacity; that nearest M after all. A kernel that the alignment rules
         out is passed over. The answer depends on these arguments alone: equal calls, equal bits.
         """
-        shape = shape_name(M, N, dtype, weight_dtype, offset, residual)
+        options = (offset, residual, rotation)
+        shape = shape_name(M, N, dtype, weight_dtype, *options)
         first = alignment if first_alignment is None else first_alignment
         passed_over: list[str] = []
         same = [
             entry
             for entry in self.tuned
             if (entry.N, entry.dtype, entry.weight_dtype) == (N, dtype, weight_dtype)
-            and (entry.kernel.spec.offset, entry.kernel.spec.residual) == (offset, residual)
+            and _options(entry.kernel.spec) == options
         ]
         nearest: ChoiceOf[S] | None = None
         for entry in sorted(same, key=lambda entry: (_distance(entry, M), entry.M)):
@@ -158,8 +162,8 @@ class TableOf(Generic[S]):
         why = passed_over[0] if passed_over else f"nothing like {shape} was tuned"
         for kernel in sorted(self.fallback, key=lambda k: (-k.spec.vector_bytes, k.spec.N)):
             spec = kernel.spec
-            kind = (spec.dtype, spec.weight_dtype, spec.offset, spec.residual)
-            if kind != (dtype, weight_dtype, offset, residual) or not spec.least <= N <= spec.N:
+            kind = (spec.dtype, spec.weight_dtype, _options(spec))
+            if kind != (dtype, weight_dtype, options) or not spec.least <= N <= spec.N:
                 continue
             if not misfit(spec, N, alignment, weight_alignment):
                 reason = f"{why}; this kernel takes any N from {spec.least} to {spec.N}"
@@ -206,7 +210,7 @@ def _read(
     """Target, tuned and fallback kernels of a table. Raises ValueError, OSError."""
     names = {known.name for known in fields(spec_of)}
     # Newer than some tables:
-    newer = names & {"operation", "run_rows", "group_rows", "leaves", "producer"}
+    newer = names & {"operation", "run_rows", "group_rows", "leaves", "producer", "rotation"}
     old = False
 
     def kernel(data: dict[str, Any]) -> KernelOf[S]:
@@ -257,16 +261,8 @@ def _distance(entry: TunedOf[S], M: int) -> float:
     return abs(log(entry.M / M)) + 2 * max(0.0, log(more))
 
 
-def shape_name(
-    M: int, N: int, dtype: str, weight_dtype: str, offset: bool = False, residual: str = ""
-) -> str:
-    """Return `MxN:dtype[:weight dtype][+offset][+residual[_dtype]]`, the form in which the tuner
-    names shapes."""
-    name = f"{M}x{N}:{dtype}" + ("" if weight_dtype == dtype else f":{weight_dtype}")
-    name += "+offset" if offset else ""
-    if residual:
-        name += "+residual" + ("" if residual == dtype else f"_{residual}")
-    return name
+def _options(spec: KernelSpec | ForwardSpec) -> tuple[bool, str, str]:
+    return spec.offset, spec.residual, spec.rotation
 
 
 def misfit(

@@ -65,6 +65,19 @@ def test_weight_has_the_dtype_of_the_rows_unless_named() -> None:
     assert str(Problem.parse("8x16:fp32:fp32")) == "8x16:fp32"
 
 
+def test_columns_that_are_rotated_are_all_unless_said() -> None:
+    problem = Problem.parse("rmsnorm_rope_forward:8x256:bf16:fp32+offset+rotary64")
+    assert (problem.rotated, replace(problem, rotation="").rotated) == (64, 256)
+    assert str(problem) == "rmsnorm_rope_forward:8x256:bf16:fp32+offset+rotary64"
+    assert Problem.parse(str(problem)) == problem
+    (cos,) = (t for t in operation_of(problem).arguments(problem) if t.name == "cos")
+    assert cos.shape == (1, 32)
+    both = Problem.parse("rmsnorm_rope_forward:8x256:bf16+interleaved+rotary64")
+    assert (both.rotated, both.interleaved, problem.interleaved) == (64, True, False)
+    assert str(both) == "rmsnorm_rope_forward:8x256:bf16+rotary64+interleaved"
+    assert moved_bytes(both.operation, str(both).partition(":")[2]) == 2 * 8 * 256 * 2
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -96,6 +109,15 @@ def test_weight_has_the_dtype_of_the_rows_unless_named() -> None:
         ("4096x1024:bf16+residual_", "unknown option '+residual_'"),
         ("4096x1024:bf16+residual+residual_fp32", "has the option +residual twice"),
         ("4096x1024:bf16+offset+offset", "has the option +offset twice"),
+        ("4096x256:bf16+rotary64", "rmsnorm_backward has no option +rotary64; leave it out"),
+        ("4096x256:bf16+rotary", "unknown option '+rotary'"),
+        ("4096x256:bf16+interleaved", "rmsnorm_backward has no option +interleaved"),
+        ("8x64:bf16+interleaved+interleaved", "has the option +interleaved twice"),
+        ("4096x256:bf16+rotary-2", "malformed shape"),
+        ("rmsnorm_rope_forward:8x64:bf16+rotary7", "an even number below N"),
+        ("rmsnorm_rope_forward:8x64:bf16+rotary0", "an even number below N"),
+        ("rmsnorm_rope_forward:8x64:bf16+rotary64", "an even number below N"),
+        ("rmsnorm_rope_forward:8x64:bf16+rotary32+rotary16", "has the option +rotary twice"),
         ("", "names no shape"),
         (" , ,", "names no shape"),
     ],

@@ -38,7 +38,7 @@ def export(argv: list[str]) -> int:
             name, type=folder_name, metavar="FILE", help="write the trials of --shape to a new file"
         )
     add_study_options(parser)
-    parser.add_argument("--shape", help="MxN:dtype[:weight dtype][+offset][+residual]")
+    parser.add_argument("--shape", help="MxN:dtype[:weight dtype][+offset][+residual][+rotary64]")
     args = parser.parse(argv)
     folder = args.standalone or args.hf
     if folder is None:

@@ -240,7 +240,7 @@ def _buffers(
     if signature.scales:
         shapes["scales"] = (M, N // signature.scales.block)
     for tensor in signature.tensors:
-        if tensor.role in ("number", "group"):
+        if tensor.role in ("number", "flag", "group"):
             continue
         content = None if tensor.output else getattr(inputs, tensor.name)
         dtype = dtype_of(tensor, spec, options.dw_mode != DW_IN_WEIGHT_DTYPE)

@@ -59,14 +59,22 @@ def headers() -> dict[str, str]:
 
 @cache
 def _fragment(
-    name: str, comments: bool, signature: Signature, producer: bool = False, shifted: bool = False
+    name: str,
+    comments: bool,
+    signature: Signature,
+    producer: bool = False,
+    shifted: bool = False,
+    rotary: int = 0,
+    interleaved: bool = False,
 ) -> str:
     """A fragment by name: the file, or what its template is for a signature, with a producer warp,
-    and for rows that are no whole vectors."""
+    for rows that are no whole vectors, for a part of the columns that is rotated, and for
+    neighbours as pairs."""
     if not template_named(f"{name}.j2").exists():
         return _file(name, comments)
     template = environment(comments).get_template(f"{name}.j2")
-    return template.render(signature=signature, producer=producer, shifted=shifted)
+    of = {"producer": producer, "shifted": shifted, "rotary": rotary, "interleaved": interleaved}
+    return template.render(signature=signature, **of)
 
 
 @cache
@@ -86,7 +94,7 @@ def environment(comments: bool = True) -> jinja2.Environment:
 
 
 def source_of(
-    comments: bool, include: bool, signature: Signature | None = None, *of: bool
+    comments: bool, include: bool, signature: Signature | None = None, *of: int
 ) -> Callable[[str], str]:
     """Return the function that templates call as `source`: it takes a fragment's name, and pastes
     the text. With `include` it includes the file of that name instead, where that has the same
@@ -119,12 +127,15 @@ def render(variant: Variant, *, comments: bool = True, include: bool = False) ->
         launch_bounds = f"__launch_bounds__({variant.cta_threads}, {variant['min_blocks']})"
     shares_any_row = variant["cluster"] > 1 and not variant.exact
     signature = variant.signature
+    rotary = 0 if variant.rotated == variant.N else variant.rotated
+    of = {"producer": variant.producer, "shifted": variant.shifted, "rotary": rotary}
+    of["interleaved"] = variant.interleaved
     template = environment(comments).get_template(f"{variant.operation}.cu.j2")
     return template.render(
-        **expressions(signature),
-        source=source_of(comments, include, signature, variant.producer, variant.shifted),
-        producer=variant.producer,
-        shifted=variant.shifted,
+        **expressions(signature, variant.interleaved),
+        source=source_of(comments, include, signature, *of.values()),
+        **of,
+        rotates="is_rotated(j, rows.column(j)) ? " if rotary else "",
         holds_numbers=variant.holds_numbers,
         early_sums=variant.early_sums,
         signature=signature,
@@ -149,11 +160,11 @@ def render(variant: Variant, *, comments: bool = True, include: bool = False) ->
     )
 
 
-def expressions(signature: Signature) -> dict[str, Any]:
+def expressions(signature: Signature, interleaved: bool = False) -> dict[str, Any]:
     """Return what the name of every tensor stands for in a kernel: element i of its row u, or the
     number of that row or of the call. `row_sums` and `later_sums` are lists of sums, `results` the
     arrays of the outputs. Of tensors that are read in pairs, `partner` has what stands at the other
-    column."""
+    column: with neighbours as pairs, in the same vector."""
     results = {
         output.name: f"out_{output.name}" if i else "out"
         for i, output in enumerate(signature.outputs)
@@ -163,24 +174,26 @@ def expressions(signature: Signature) -> dict[str, Any]:
     found: dict[str, Any] = {
         "results": results,
         "partner": partner,
-        "first_half": "(rows.column(j) < kHalf)",
+        "first_half": "(i % 2 == 0)" if interleaved else "(rows.column(j) < kHalf)",
         "row_sums": [f"sum[{place}]" for place in places[: signature.row_sums]],
         "later_sums": [f"later_sum[{place}]" for place in places[: signature.later_sums]],
     }
     for tensor in signature.early:
         found[tensor.name] = f"element<Element>({tensor.value}[u][j].words, i)"
+    other, beside = ("i ^ 1", "") if interleaved else ("i", "partner_")
     for tensor in signature.paired:
-        partner[tensor.name] = f"element<Element>(partner_{tensor.value}[u][j].words, i)"
+        partner[tensor.name] = f"element<Element>({beside}{tensor.value}[u][j].words, {other})"
     for tensor in signature.groups:
         words = f"{tensor.value}[u][j % kGroupVectors]"
-        found[tensor.name] = f"group_number({words}, i, args.wide_groups)"
+        of_pair = "i / 2" if interleaved else "i"
+        found[tensor.name] = f"group_number({words}, {of_pair}, args.wide_groups)"
     for tensor in signature.numbers:
         found[tensor.name] = f"args.{tensor.name}"
     for tensor in signature.statistics:
         found[tensor.name] = f"{tensor.value}[u]"
     if signature.columns:
         found[signature.columns.name] = "weight_of(w, i, args.weight_offset)"
-        partner[signature.columns.name] = "weight_of(partner_w, i, args.weight_offset)"
+        partner[signature.columns.name] = f"weight_of({beside}w, {other}, args.weight_offset)"
     if signature.added_columns:
         found[signature.added_columns.name] = "element<WeightElement>(added.words, i)"
     for name, array in results.items():

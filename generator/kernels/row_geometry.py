@@ -40,6 +40,7 @@ class RowGeometry(ItemSizes):
     least: int = 1
     in_blocks: bool = True
     operation: str = RMSNORM_BACKWARD
+    rotation: str = ""
 
     @property
     def batch_row_bytes(self) -> int:
@@ -207,9 +208,11 @@ class RowGeometry(ItemSizes):
 
     @property
     def own_partners(self) -> bool:
-        """True when a thread has both columns of a pair (kOwnPartners in pairs.cuh)."""
+        """True when a thread has both columns of a pair (kOwnPartners in pairs.cuh.j2)."""
         alone = self["cluster"] == 1 and self.idle_columns == 0
-        return bool(alone and self.vectors % 2 == 0)
+        if self.interleaved:
+            return True
+        return bool(alone and self.rotated // 2 % (self["threads_per_row"] * self.elements) == 0)
 
     @property
     def register_estimate(self) -> int:
@@ -223,7 +226,8 @@ class RowGeometry(ItemSizes):
             row = min(row, 8)
         if self.early_sums:  # a number for each element, and x
             row = rows * self.row_elements + row // 2
-        shared = rows * self.row_elements * len(self.signature.groups)
+        rotated = min(self.vectors, ceil_div(self.rotated, self["threads_per_row"] * self.elements))
+        shared = rows * rotated * self.elements * len(self.signature.groups)
         row += shared // 2 if self.own_partners else shared
         kept = self["weight_in"] == "registers"
         columns = len(self.signature.all_columns) * kept

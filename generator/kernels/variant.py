@@ -101,12 +101,14 @@ class Variant(Geometry):
         text = repr((sorted(self.source_config.items()), self.N, self.exact))
         text += "" if self.exact else str(self.least)
         text += self.dtype + self.weight_dtype + "offset" * self.offset + self.residual
+        text += self.rotation
         text += "" if self.in_blocks else "row by row"
         family = "" if self.operation == RMSNORM_BACKWARD else f"{self.operation}_"
         text += family
         digest = hashlib.sha256(text.encode()).hexdigest()[:8]
         stages = self["stages"] if self["pipeline"] != "direct" else ""
         options = "offset_" * self.offset + (f"residual{self.residual}_" if self.residual else "")
+        options += f"{self.rotation}_".replace("+", "_") if self.rotation else ""
         return (
             f"{family}{self['strategy']}_{self['pipeline']}{stages}_{width}_{self.dtype}_"
             f"{weight}{options}{self['threads_per_row']}x{self['rows_per_cta']}_{digest}"
@@ -159,7 +161,7 @@ class Variant(Geometry):
 
 def shape_fields(problem: Problem | KernelSpec | Geometry) -> dict[str, Any]:
     """The fields of a Geometry that are those of a problem, or of what a kernel was made for."""
-    names = ("N", "dtype", "weight_dtype", "offset", "residual", "operation")
+    names = ("N", "dtype", "weight_dtype", "offset", "residual", "operation", "rotation")
     return {name: getattr(problem, name) for name in names}
 
 

@@ -72,8 +72,8 @@ def _faults(operation: RowOperation, path: Path) -> Iterator[str]:
     sums = operation.signature.sums
     if sums and sums.count > 1 and sums.name in operation.gradients.values():
         yield f"{sums.name} has several sums of a column, so it is the gradient of no argument"
-    if operation.signature.pairs:
-        yield "pairs of columns and groups of rows are for operations of the library alone"
+    if operation.signature.pairs or any(t.role == "flag" for t in operation.signature.inputs):
+        yield "pairs of columns, groups of rows and flags are for operations of the library alone"
         return
     if operation.signature.quantized or any(t.extra for t in operation.signature.outputs):
         yield "what is quantized, or written if asked for, is for operations of the library alone"

@@ -63,9 +63,12 @@ def make_inputs(
             columns[name] = drawn.to(TORCH_DTYPE[problem.weight_dtype])
     late = {tensor.name: _late(tensor.option, problem, generator) for tensor in signature.late}
     found = _saved(operation, problem, matrices, columns, offset)
-    of_groups = (ceil_div(problem.M, HEADS), problem.N // 2)
+    of_groups = (ceil_div(problem.M, HEADS), problem.rotated // 2)
     for tensor in signature.groups:
         found[tensor.name] = torch.randn(of_groups, generator=generator, device=device)
+    for tensor in signature.inputs:
+        if tensor.role == "flag":
+            found[tensor.name] = getattr(problem, tensor.name)
     missing = [t.name for t in signature.inputs if t.name not in found and not t.late]
     if len(missing) != 1 or signature[missing[0]] not in signature.early:
         named_missing = ", ".join(missing) or "nothing"

@@ -41,7 +41,7 @@ def _spec(tensor: Tensor, problem: Problem) -> TensorSpec | None:
     M, N = problem.M, problem.N
     dtype = getattr(problem, tensor.option) if tensor.option else problem.dtype
     if (
-        tensor.role == "number"
+        tensor.role in ("number", "flag")
         or tensor.extra
         or not dtype
         or (tensor.copy_of and dtype == problem.dtype)
@@ -54,7 +54,7 @@ def _spec(tensor: Tensor, problem: Problem) -> TensorSpec | None:
     if tensor.kind:
         return TensorSpec(tensor.name, (M, N // max(1, tensor.block)), tensor.kind)
     if tensor.role == "group":
-        return TensorSpec(tensor.name, (ceil_div(M, HEADS), N // 2), "fp32")
+        return TensorSpec(tensor.name, (ceil_div(M, HEADS), problem.rotated // 2), "fp32")
     return TensorSpec(tensor.name, (tensor.count * N,), problem.weight_dtype)
 
 
@@ -96,7 +96,7 @@ def make_reference(operation: RowOperation, problem: Problem, inputs: Any) -> Re
     for part in row_slices(M, N):
         sliced = {
             tensor.name: given[tensor.name]
-            if tensor.role in ("columns", "number") or given[tensor.name] is None
+            if tensor.role in ("columns", "number", "flag") or given[tensor.name] is None
             else given[tensor.name][part]
             for tensor in signature.inputs
             if tensor.role != "group"
@@ -161,7 +161,7 @@ def inputs_class(signature: Signature) -> Any:
     """The class of the inputs of a call: a dataclass with a field for every input of the signature
     and `offset`, which is added to the columns in fp32, and `heads` where groups of so many rows
     share something."""
-    kinds = {"number": float}
+    kinds = {"number": float, "flag": bool}
     needed = [(t.name, kinds.get(t.role, torch.Tensor)) for t in signature.inputs if not t.option]
     late = [(t.name, torch.Tensor | None, None) for t in signature.inputs if t.option]
     heads = [("heads", int, HEADS)] if signature.groups else []

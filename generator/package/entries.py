@@ -63,7 +63,7 @@ def problem_of(tuned: TunedOf[Any]) -> Problem:
     """The shape that a table has a tuned kernel for; a forward is of RMSNorm."""
     spec = tuned.kernel.spec
     shape = (tuned.M, tuned.N, tuned.dtype, tuned.weight_dtype, spec.offset, spec.residual)
-    return Problem(*shape, getattr(spec, "operation", RMSNORM_BACKWARD))
+    return Problem(*shape, getattr(spec, "operation", RMSNORM_BACKWARD), spec.rotation)
 
 
 @dataclass(frozen=True)

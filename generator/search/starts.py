@@ -68,12 +68,13 @@ def _alike(winner: Winner, legal: LegalConfigs) -> bool:
 def distance(one: Problem, other: Problem) -> float:
     """Return the distance of two problems, in powers of 2 of M and N. Another dtype counts as much
     as a factor of 1.4 does, and another dtype of the weight or another operation as much as one of
-    1.2."""
+    1.2, and so does another rotation."""
     return (
         math.hypot(math.log2(one.M / other.M), math.log2(one.N / other.N))
         + 0.5 * (one.dtype != other.dtype)
         + 0.25 * (one.weight_dtype != other.weight_dtype)
         + 0.25 * (one.operation != other.operation)
+        + 0.25 * (one.rotation != other.rotation)
     )
 
 

@@ -26,6 +26,8 @@ _OF_PROBLEM = (
     "itemsize",
     "weight_itemsize",
     "residual_itemsize",
+    "rotated",
+    "interleaved",
 )
 _OF_TARGET = (
     "sms",

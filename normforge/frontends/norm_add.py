@@ -64,7 +64,7 @@ class NormAndAdd(ForwardKernels):
         """Return True if there is a kernel for M rows of N columns of these dtypes, or one without
         the offset for the sum of weight and offset."""
         asked = [(weight_dtype, offset), *[("fp32", False)] * offset]
-        found = (self.server.explain(M, N, dtype, *one) for one in asked)
+        found = (self.server.explain(M, N, dtype, of, offset=added) for of, added in asked)
         return any(one["kernel"] is not None for one in found)
 
     def count(self, x: torch.Tensor, weight: torch.Tensor | None, offset: float) -> None:
@@ -178,7 +178,7 @@ class NormAddPackage(ForwardPackage):
     ) -> dict[str, Any]:
         """Say which kernel serves M aligned rows of N columns ("bf16", "fp16" or "fp32"), and
         why."""
-        return self._server.explain(M, N, dtype, weight_dtype, offset)
+        return self._server.explain(M, N, dtype, weight_dtype, offset=offset)
 
     def rmsnorm_forward(
         self,

@@ -51,7 +51,7 @@ class QuantizedFunctions(RowFunctions):
         """Say which kernel serves M aligned rows of N columns ("bf16", "fp16" or "fp32"), and
         why."""
         _check_format(format)
-        return self.server(FORMATS[format]).explain(M, N, dtype, weight_dtype, offset)
+        return self.server(FORMATS[format]).explain(M, N, dtype, weight_dtype, offset=offset)
 
     def rms_norm_quantized(
         self,

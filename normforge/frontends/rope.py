@@ -10,10 +10,12 @@ import torch
 
 from ..operations import RMSNORM_ROPE_BACKWARD, RMSNORM_ROPE_FORWARD, ROTATED
 from ..serve.options import SMALLEST_EPS
+from ..shape_names import rotation_name
 from ..torch_internals import float_of, served_dtype
 from .library import Served
 from .rope_checks import check_rotated, checked_heads, turns_of
 from .rope_node import (
+    INTERLEAVED,
     SERVED,
     Gradients,
     PackedGradients,
@@ -30,14 +32,25 @@ class RotatedFunctions(RowFunctions):
 
     served: ClassVar[Served[Any]] = SERVED
     packages = "rope_packages"
+    interleaved = False
+    """True in the form with neighbouring columns as pairs."""
 
     def explain(
-        self, M: int, N: int, dtype: str, weight_dtype: str = "", *, forward: bool = False
+        self,
+        M: int,
+        N: int,
+        dtype: str,
+        weight_dtype: str = "",
+        *,
+        forward: bool = False,
+        rotary_dim: int | None = None,
+        interleaved: bool = False,
     ) -> dict[str, Any]:
         """Say which kernel serves the backward (or the forward) of M aligned heads of N columns
-        ("bf16", "fp16" or "fp32"), and why."""
+        ("bf16", "fp16" or "fp32"), and why. rotary_dim, interleaved: as of `rms_norm_rope`."""
         server = self.server(RMSNORM_ROPE_FORWARD if forward else RMSNORM_ROPE_BACKWARD)
-        return server.explain(M, N, dtype, weight_dtype)
+        rotation = rotation_name(N if rotary_dim is None else rotary_dim, N, interleaved)
+        return server.explain(M, N, dtype, weight_dtype, rotation=rotation)
 
     def rms_norm_rope(
         self,
@@ -46,6 +59,8 @@ class RotatedFunctions(RowFunctions):
         cos: torch.Tensor,
         sin: torch.Tensor,
         eps: float = 1e-6,
+        rotary_dim: int | None = None,
+        interleaved: bool = False,
     ) -> torch.Tensor:
         """Compute n * cos + rotate_half(n) * sin with n = norm(x) * weight, as attention does with
         its queries and keys in Qwen 3 and Gemma 3. Differentiable in x and weight.
@@ -59,10 +74,15 @@ class RotatedFunctions(RowFunctions):
             x: (..., H, D), bf16, fp16 or fp32: H heads of each token. Heads of a packed projection
                 are read where they lie.
             weight: (D,), or None for ones. Its gradient has its dtype.
-            cos, sin: (..., D), or (..., D / 2) for the first half of the columns, which is read
+            cos, sin: (..., R), or (..., R / 2) for the first half of the columns, which is read
                 alone: that of the second half is the same. Their other dimensions are those of x
                 without the heads, or 1 where they are repeated. They have no gradient.
             eps: added to the mean square. Below 2^-96 the backward is PyTorch's operators.
+            rotary_dim: R, how many columns are rotated: the first ones. Those behind them are n, as
+                in Qwen3-Next. None for all D.
+            interleaved: whether columns 2i and 2i + 1 are a pair, as in GPT-J and in torchtitan's
+                complex form, and not i and i + R / 2. cos and sin are the same: a number for each
+                pair, or as many again behind these, which are not read.
 
         Returns:
             y in x's shape and dtype, computed in fp32 and rounded once.
@@ -71,9 +91,10 @@ class RotatedFunctions(RowFunctions):
             TypeError, ValueError: if the arguments do not fit together.
         """
         eps = float_of(eps)
-        check_rotated(x, weight, cos, sin, eps)
+        check_rotated(x, weight, cos, sin, eps, rotary_dim, interleaved)
         weight = served_dtype(weight, x)
-        return rotated_norm(x, weight, *turns_of(x, cos, sin), eps, self.name)
+        of_turns = turns_of(x, cos, sin, rotary_dim)
+        return rotated_norm(x, weight, *of_turns, eps, self._form(interleaved))
 
     def qk_norm_rope(
         self,
@@ -84,6 +105,8 @@ class RotatedFunctions(RowFunctions):
         sin: torch.Tensor,
         heads: tuple[int, int],
         eps: float = 1e-6,
+        rotary_dim: int | None = None,
+        interleaved: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Compute `rms_norm_rope` of the queries and of the keys in a packed projection, without a
         copy of them. Differentiable in qkv and the weights; the gradients of q, k and v are written
@@ -95,7 +118,7 @@ class RotatedFunctions(RowFunctions):
             q_weight, k_weight: (D,), or None for ones.
             cos, sin: as of `rms_norm_rope`.
             heads: Hq and Hkv.
-            eps: as of `rms_norm_rope`.
+            eps, rotary_dim, interleaved: as of `rms_norm_rope`.
 
         Returns:
             q of shape (..., Hq, D), k of (..., Hkv, D), and v, a view of qkv, of (..., Hkv, D).
@@ -106,36 +129,57 @@ class RotatedFunctions(RowFunctions):
         of_queries, of_keys = checked_heads(qkv, heads)
         eps = float_of(eps)
         q, k, _ = parts_of(qkv, of_queries, of_keys)
-        check_rotated(q, q_weight, cos, sin, eps)
-        check_rotated(k, k_weight, cos, sin, eps)
+        check_rotated(q, q_weight, cos, sin, eps, rotary_dim, interleaved)
+        check_rotated(k, k_weight, cos, sin, eps, rotary_dim)
         weights = (served_dtype(q_weight, qkv), served_dtype(k_weight, qkv))
-        of_turns = turns_of(q, cos, sin)
-        return packed_norms(qkv, *weights, *of_turns, of_queries, of_keys, eps, self.name)
+        of_turns = turns_of(q, cos, sin, rotary_dim)
+        rest = (of_queries, of_keys, eps, self._form(interleaved))
+        return packed_norms(qkv, *weights, *of_turns, *rest)
+
+    def _form(self, interleaved: bool) -> str:
+        """Return the name that operators know these functions by, or those with other pairs."""
+        return f"{self.name}+{INTERLEAVED}" if interleaved else self.name
+
+    def of_form(self, form: str) -> RotatedFunctions:
+        """Return these functions with neighbouring columns as pairs. Raises LookupError for another
+        form than INTERLEAVED."""
+        if form != INTERLEAVED:
+            raise LookupError(form)
+        made = object.__new__(type(self))
+        vars(made).update(vars(self), name=self._form(True), interleaved=True)
+        self.served.add(made.name, made)
+        return made
+
+    def retire(self) -> None:
+        """Forget the form of these functions: another package has taken the name."""
+        self.served.known.pop(self._form(True), None)
 
     def forward(self, *given: Any) -> torch.Tensor:
         """Return y without gradients, of arguments as of RotatedNorms."""
         x, weight, cos, sin, eps = given
         server = self.server(RMSNORM_ROPE_FORWARD)
-        if server.is_without_kernels(x):
-            server.count(x, weight)
-            with torch.no_grad():
-                return formula(*given)
         tensors = {"x": x, "weight": weight, "cos": cos, "sin": sin, "eps": eps}
+        tensors["interleaved"] = self.interleaved
+        if server.is_without_kernels(x):
+            server.count_call(x, tensors)
+            with torch.no_grad():
+                return formula(x, weight, cos, sin, eps, self.interleaved)
         return server(tensors)["y"]
 
     def backward(self, *given: Any, into: torch.Tensor | None = None) -> Gradients:
         """Return dx and dw, of arguments as of RotatedNorms. into: where dx is to be written."""
         dy, x, weight, cos, sin, eps = given
         server = self.server(RMSNORM_ROPE_BACKWARD)
+        tensors = {"x": x, "dy": dy, "weight": weight, "cos": cos, "sin": sin, "eps": eps}
+        tensors["interleaved"] = self.interleaved
         served = eps >= SMALLEST_EPS
         if served and server.is_without_kernels(x):
-            server.count(x, weight)
+            server.count_call(x, tensors)
             served = False
         if not served:
             with torch.no_grad():
-                dx, dw = gradients_by_formula(*given)
+                dx, dw = gradients_by_formula(dy, x, weight, cos, sin, eps, self.interleaved)
                 return dx if into is None else into.copy_(dx), dw
-        tensors = {"x": x, "dy": dy, "weight": weight, "cos": cos, "sin": sin, "eps": eps}
         found = server(tensors, into={} if into is None else {"dx": into})
         return found["dx"], None if weight is None else found["dw"]
 

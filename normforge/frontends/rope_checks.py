@@ -9,13 +9,23 @@ import torch
 from ..serve.checks import FLOATS
 
 
-def check_rotated(x: Any, weight: Any, cos: Any, sin: Any, eps: Any) -> None:
+def check_rotated(
+    x: Any,
+    weight: Any,
+    cos: Any,
+    sin: Any,
+    eps: Any,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+) -> None:
     """Raises TypeError or ValueError, in one sentence, for arguments that do not fit together."""
     for name, given in (("x", x), ("weight", weight), ("cos", cos), ("sin", sin)):
         if not isinstance(given, torch.Tensor) and not (given is None and name == "weight"):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(given).__name__}")
     if eps is None:
         raise TypeError("eps must be a number, got None")
+    if type(interleaved) is not bool:
+        raise TypeError(f"interleaved must be True or False, got {interleaved!r}")
     if x.dtype not in FLOATS or x.dim() < 2 or x.shape[-1] == 0 or x.shape[-1] % 2:
         raise ValueError(
             "x must be floating heads of an even number of columns, of shape (..., H, D), got "
@@ -24,36 +34,49 @@ def check_rotated(x: Any, weight: Any, cos: Any, sin: Any, eps: Any) -> None:
     width = x.shape[-1]
     if weight is not None and (weight.dim() != 1 or weight.shape[0] != width):
         raise ValueError(f"weight must have shape ({width},), got {tuple(weight.shape)}")
+    if rotary_dim is None:
+        rotary_dim = width
+    elif type(rotary_dim) is not int:
+        raise TypeError(f"rotary_dim must be an int or None, got {type(rotary_dim).__name__}")
+    elif rotary_dim % 2 or not 0 < rotary_dim <= width:
+        raise ValueError(
+            f"rotary_dim must be an even number from 2 to the {width} columns of a head, got "
+            f"{rotary_dim}"
+        )
     for name, given in (("cos", cos), ("sin", sin)):
         if given.dtype not in FLOATS:
             raise TypeError(f"{name} must be of a floating dtype, got {given.dtype}")
         if given.requires_grad:
             raise ValueError(f"{name} has no gradient here: give {name}.detach()")
-        if not _fits(given.shape, x.shape):
-            shape = (*x.shape[:-2], width)
+        if not _fits(given.shape, (*x.shape[:-2], rotary_dim)):
+            shape = (*x.shape[:-2], rotary_dim)
+            what = "x without its heads" if rotary_dim == width else "x's tokens and rotary_dim"
             raise ValueError(
-                f"{name} must have the shape {shape} of x without its heads, or half as many "
-                f"columns, or 1 where it is repeated, got {tuple(given.shape)}"
+                f"{name} must have the shape {shape} of {what}, or half as many columns, or 1 "
+                f"where it is repeated, got {tuple(given.shape)}"
             )
     for name, given in (("weight", weight), ("cos", cos), ("sin", sin)):
         if given is not None and given.device != x.device:
             raise ValueError(f"{name} is on {given.device} and x on {x.device}")
 
 
-def _fits(shape: Any, of_x: Any) -> bool:
-    """Return True if cos or sin of this shape serve x."""
+def _fits(shape: Any, whole: Any) -> bool:
+    """Return True if cos or sin of this shape are those of a whole shape, repeated and of half the
+    columns or not."""
     *groups, columns = shape if len(shape) else (0,)
-    *wanted, _, width = of_x
+    *wanted, width = whole
     if len(groups) > len(wanted) or (columns != width and columns * 2 != width):
         return False
     along = zip(groups, wanted[len(wanted) - len(groups) :], strict=True)
     return all(one == 1 or one == other for one, other in along)  # `in` takes no symbolic sizes
 
 
-def turns_of(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[Any, Any]:
-    """Return cos and sin of the first half of the columns, of shape (..., 1, D / 2), in one dtype:
-    x's or fp32."""
-    half = x.shape[-1] // 2
+def turns_of(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary_dim: int | None = None
+) -> tuple[Any, Any]:
+    """Return cos and sin of the first half of the columns that are rotated, of shape (..., 1, half
+    as many), in one dtype: x's or fp32."""
+    half = (x.shape[-1] if rotary_dim is None else rotary_dim) // 2
     kept = cos.dtype == sin.dtype and cos.dtype in (x.dtype, torch.float32)
     found = []
     for given in (cos, sin):

@@ -23,7 +23,7 @@ PackedGradients = tuple[torch.Tensor, "torch.Tensor | None", "torch.Tensor | Non
 
 class RotatedNorms(Protocol):
     """The interface of what computes a package's rotated norms. x, dy: (..., H, N); cos, sin: (...,
-    1, N / 2)."""
+    1, R / 2), where the first R columns are rotated."""
 
     def forward(
         self,
@@ -54,6 +54,8 @@ class RotatedNorms(Protocol):
 
 
 SERVED: Served[RotatedNorms] = Served()
+INTERLEAVED = "interleaved"
+"""The form of a package in which neighbouring columns are pairs, and not those of two halves."""
 _ARGUMENTS = "Tensor x, Tensor? weight, Tensor cos, Tensor sin, float eps, str package"
 
 
@@ -88,20 +90,30 @@ rms_norm_rope_backward = define(
 )
 
 
-def formula(x: Any, weight: Any, cos: Any, sin: Any, eps: float) -> torch.Tensor:
+def is_interleaved(package: str) -> bool:
+    """Return True for the name of a package's form in which neighbouring columns are pairs."""
+    return package.endswith(f"+{INTERLEAVED}")
+
+
+def formula(
+    x: Any, weight: Any, cos: Any, sin: Any, eps: float, interleaved: bool = False
+) -> torch.Tensor:
     """Compute y in x's dtype, computed in fp32 (in float64 for float64) and rounded once.
-    Differentiable. Arguments are as of RotatedNorms."""
+    Differentiable. Arguments are as of RotatedNorms, and whether neighbours are pairs."""
     compute = wide_dtype(x)
     scale = 1.0 if weight is None else weight.to(compute)
-    y = rmsnorm_rope(x.to(compute), scale, cos.to(compute), sin.to(compute), eps)
+    y = rmsnorm_rope(x.to(compute), scale, cos.to(compute), sin.to(compute), eps, interleaved)
     rounded: torch.Tensor = y.to(x.dtype)
     return rounded
 
 
-def gradients_by_formula(dy: Any, x: Any, weight: Any, cos: Any, sin: Any, eps: float) -> Gradients:
-    """Compute the gradients by PyTorch's operators. Differentiable."""
+def gradients_by_formula(
+    dy: Any, x: Any, weight: Any, cos: Any, sin: Any, eps: float, interleaved: bool = False
+) -> Gradients:
+    """Compute the gradients by PyTorch's operators. Differentiable. Arguments are as of
+    `formula`."""
     given = {"dy": dy, "x": x, "weight": weight, "cos": cos, "sin": sin, "eps": eps}
-    found = evaluate(RMSNORM_ROPE_BACKWARD, given)
+    found = evaluate(RMSNORM_ROPE_BACKWARD, given | {"interleaved": interleaved})
     return found["dx"].to(x.dtype), None if weight is None else found["dw"].to(weight.dtype)
 
 
@@ -131,7 +143,7 @@ class RotatedNode(torch.autograd.Function):
         if not is_dynamo_compiling() and (
             torch.is_grad_enabled() or transforms_active() or is_batched(dy)
         ):
-            dx, dw = gradients_by_formula(*given)
+            dx, dw = gradients_by_formula(*(*given, is_interleaved(ctx.package)))
         elif is_dynamo_compiling() or watched() or not is_plain(dy):
             dx, dw = rms_norm_rope_backward(*given, ctx.package)
         else:
@@ -142,7 +154,7 @@ class RotatedNode(torch.autograd.Function):
 def rotated_norm(x: Any, weight: Any, cos: Any, sin: Any, eps: float, package: str) -> torch.Tensor:
     """Compute `formula` as a package serves it; by PyTorch's operators where it does not."""
     if not is_ours(x, weight, cos, sin):
-        return formula(x, weight, cos, sin, eps)
+        return formula(x, weight, cos, sin, eps, is_interleaved(package))
     if not torch.is_grad_enabled():
         return _forward(x, weight, cos, sin, eps, package)
     y: torch.Tensor = applied(RotatedNode, x, weight, cos, sin, eps, package)

@@ -10,7 +10,7 @@ from torch.compiler import is_dynamo_compiling
 
 from ..torch_internals import is_batched, is_plain, transforms_active, watched
 from .library import define
-from .rope_node import SERVED, formula, gradients_by_formula
+from .rope_node import SERVED, formula, gradients_by_formula, is_interleaved
 from .row_nodes import applied, is_ours
 
 Packed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -67,18 +67,20 @@ qk_norm_rope_backward = define(
 
 
 def _by_formula(*given: Any) -> Packed:
-    qkv, q_weight, k_weight, cos, sin, *heads, eps, _ = given
+    qkv, q_weight, k_weight, cos, sin, *heads, eps, package = given
     q, k, v = parts_of(qkv, *heads)
-    turned = formula(q, q_weight, cos, sin, eps)
-    return turned, formula(k, k_weight, cos, sin, eps), v
+    rest = (cos, sin, eps, is_interleaved(package))
+    return formula(q, q_weight, *rest), formula(k, k_weight, *rest), v
 
 
 def _gradients_by_formula(*given: Any) -> tuple[Any, ...]:
-    dq, dk, dv, qkv, q_weight, k_weight, cos, sin, *heads, eps, _ = given
+    dq, dk, dv, qkv, q_weight, k_weight, cos, sin, *heads, eps, package = given
     q, k, _ = parts_of(qkv, *heads)
-    to_q, of_q = gradients_by_formula(dq, q, q_weight, cos, sin, eps)
-    to_k, of_k = gradients_by_formula(dk, k, k_weight, cos, sin, eps)
-    return torch.cat((to_q, to_k, dv), -2).flatten(-2), of_q, of_k
+    rest = (cos, sin, eps, is_interleaved(package))
+    to_q, of_q = gradients_by_formula(dq, q, q_weight, *rest)
+    to_k, of_k = gradients_by_formula(dk, k, k_weight, *rest)
+    # Batched gradients have no rule for flatten().
+    return torch.cat((to_q, to_k, dv), -2).reshape(qkv.shape), of_q, of_k
 
 
 def _forward(*given: Any) -> Packed:
@@ -117,7 +119,7 @@ class PackedNode(torch.autograd.Function):
 
 def packed_norms(*given: Any) -> Packed:
     """Return q, k and v as a package serves them, of a projection, the weights of queries and of
-    keys, cos and sin of shape (..., 1, D / 2), the numbers of heads, eps, and the package's name;
+    keys, cos and sin of shape (..., 1, R / 2), the numbers of heads, eps, and the package's name;
     by PyTorch's operators where it does not."""
     if not is_ours(*given[:5]):
         return _by_formula(*given)

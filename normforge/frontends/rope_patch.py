@@ -12,6 +12,7 @@ import torch
 
 from ..operations import RMSNORM_ROPE_BACKWARD, RMSNORM_ROPE_FORWARD
 from ..serve.options import DTYPES
+from ..shape_names import rotation_name
 from . import rewritten
 from .patch import REMADE, ModuleForward, original_class, replace_forwards, served_by
 from .rope import RotatedFunctions
@@ -65,42 +66,61 @@ def forward_that_serves(rotated: RotatedFunctions, module: Any) -> ModuleForward
     patched, of_keys = map(served_by, norms)
     if patched is None or patched is not of_keys:
         return "its norms were not both patched alike"
-    if missing := _without_kernels(rotated, norms[0].weight, formula == "gemma"):
+    columns = _rotated_columns(module)
+    if missing := _without_kernels(rotated, norms[0].weight, formula == "gemma", columns):
         return missing
     narrow = all(with_its_dtype(norm, formula) == formula for norm in norms)
     kind: Any = type(module)
-    found = _forward_of(rotated, kind, formula == "gemma", narrow, patched)
+    found = _forward_of(rotated, kind, formula == "gemma", narrow, columns, patched)
     if found is None:
         return "its forward is not q_norm, k_norm and then apply_rotary_pos_emb"
     try:
-        same = _computes_the_same(module, found)
+        same = _computes_the_same(module, found, columns)
     except Exception:  # another kind of attention
         return "it raises an error on the CPU with small projections"
     return found if same else "it computes something else than norm and rotation of its halves"
 
 
-def _without_kernels(rotated: RotatedFunctions, weight: torch.Tensor, offset: bool) -> str:
-    """Say where a GPU has no kernels for heads like those of a norm, which then are better with
-    the norm's. Without a GPU nothing is known."""
+def _rotated_columns(module: Any) -> int:
+    """Return how many columns of each head the model of an attention rotates, as its config says.
+    (Calls of another number run as before.)"""
+    config = getattr(module, "config", None)
+    said = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor")
+    said = getattr(config, "partial_rotary_factor", None) if said is None else said
+    return int(module.head_dim * (1.0 if said is None else said))
+
+
+def _without_kernels(
+    rotated: RotatedFunctions, weight: torch.Tensor, offset: bool, columns: int
+) -> str:
+    """Say where a GPU has no kernels for heads like those of a norm, of which so many columns are
+    rotated: they are better with the norm's then. Without a GPU nothing is known."""
     if not torch.cuda.is_available():
         return ""
     width, dtype = len(weight), DTYPES.get(weight.dtype, "bf16")
+    rotation = rotation_name(columns, width)
     for operation in (RMSNORM_ROPE_FORWARD, RMSNORM_ROPE_BACKWARD):
         server = rotated.server(operation)
         asked = (1 << 17, width, dtype, "fp32" if offset else dtype)
-        if server.explain(*asked)["kernel"] is None:
-            return f"no kernel of rms_norm_rope serves heads of {width} columns here"
+        if server.explain(*asked, rotation=rotation)["kernel"] is None:
+            some = f", {columns} of them rotated," if rotation else ""
+            return f"no kernel of rms_norm_rope serves heads of {width} columns{some} here"
     return ""
 
 
 @cache
 def _forward_of(
-    rotated: RotatedFunctions, kind: Any, offset: bool, narrow: bool, patched: ModuleForward
+    rotated: RotatedFunctions,
+    kind: Any,
+    offset: bool,
+    narrow: bool,
+    columns: int,
+    patched: ModuleForward,
 ) -> ModuleForward | None:
     """Return the forward of a class whose queries and keys `rms_norm_rope` serves; None for another
     text. offset: 1 is added to weights; narrow: the norms' results are in x's dtype, whatever that
-    of the weight; patched: what serves the norms alone. Others, which took their place, are
-    called."""
+    of the weight; columns: of a head, those that are rotated; patched: what serves the norms alone.
+    Others, which took their place, are called."""
     kind = original_class(kind)
     tree = rewritten.of_class(kind)
     turn = rewritten.global_of(kind)
@@ -112,20 +132,20 @@ def _forward_of(
         if offset:  # in fp32, as the norm does
             weight = weight.to(torch.promote_types(weight.dtype, torch.float32)) + 1.0
         eps: Any = eps_of(norm)  # _fits has seen it
-        y = rotated.rms_norm_rope(x.transpose(1, 2), weight, cos, sin, eps)
+        y = rotated.rms_norm_rope(x.transpose(1, 2), weight, cos, sin, eps, columns)
         return y.transpose(1, 2)
 
     def serve(self: Any, q: Any, k: Any, cos: Any, sin: Any) -> Any:
         """Return q and k (B, H, S, D), normalized and rotated."""
-        both = served_by(self.q_norm) is patched is served_by(self.k_norm)
-        fits = both and _fits(self.q_norm, q, cos, narrow) and _fits(self.k_norm, k, cos, narrow)
-        if not fits:
+        fits = cos.shape[-1] == columns and served_by(self.q_norm) is patched
+        fits = fits and served_by(self.k_norm) is patched and _fits(self.q_norm, q, cos, narrow)
+        if not fits or not _fits(self.k_norm, k, cos, narrow):
             return turn(self.q_norm(q), self.k_norm(k), cos, sin)
         return heads(self.q_norm, q, cos, sin), heads(self.k_norm, k, cos, sin)
 
     found = rewritten.compiled(kind, tree, {rewritten.SERVED: serve})
     made = getattr(patched, REMADE)
-    setattr(found, REMADE, partial(_remade, rotated, kind, offset, narrow, made))
+    setattr(found, REMADE, partial(_remade, rotated, kind, offset, narrow, columns, made))
     return found
 
 
@@ -135,9 +155,9 @@ def _remade(*given: Any) -> ModuleForward | None:
 
 
 def _fits(norm: Any, x: Any, cos: Any, narrow: bool) -> bool:
-    """Return True if whole heads are turned, the result has x's dtype, and a call of the norm does
-    nothing else: by hooks, for example, tensor parallelism sums the gradients of its weight."""
-    if x.dim() != 4 or cos.shape[-1] != x.shape[-1] or eps_of(norm) is None or is_hooked(norm):
+    """Return True if the result has x's dtype, and a call of the norm does nothing else: by hooks,
+    for example, tensor parallelism sums the gradients of its weight."""
+    if x.dim() != 4 or eps_of(norm) is None or is_hooked(norm):
         return False
     normed = x.dtype if narrow else torch.promote_types(x.dtype, norm.weight.dtype)
     return torch.promote_types(normed, cos.dtype) == x.dtype
@@ -146,7 +166,7 @@ def _fits(norm: Any, x: Any, cos: Any, narrow: bool) -> bool:
 # ---- Tried on the CPU ----------------------------------------------------------------------------
 
 
-def _computes_the_same(module: Any, fused: Any) -> bool:
+def _computes_the_same(module: Any, fused: Any, columns: int) -> bool:
     """Return True if a forward has the results and gradients of that of a module, with small
     projections and attention that only adds heads up."""
     kind, width = original_class(type(module)), module.head_dim
@@ -166,7 +186,7 @@ def _computes_the_same(module: Any, fused: Any) -> bool:
     config._attn_implementation = "eager"
 
     def run(forward: Callable[..., Any], batch: int) -> Any:
-        angles = evenly(0.1, 5, batch * _FEW[1] * (width // 2)).view(batch, _FEW[1], -1)
+        angles = evenly(0.1, 5, batch * _FEW[1] * (columns // 2)).view(batch, _FEW[1], -1)
         angles = torch.cat((angles, angles), -1)
 
         def of(x: torch.Tensor, *scales: torch.Tensor) -> torch.Tensor:

@@ -31,8 +31,8 @@ def terms_of(
 ) -> Terms:
     """The terms of an operation's outputs, in the dtype `compute`. tensors: by name; rows as
     (..., N), numbers of each row in any shape, columns without one for ones or zeros, what groups
-    share as (..., N / 2), which is repeated like any operand of PyTorch's, numbers of the call as
-    they are. offset: is added to the columns that are a factor."""
+    share as (..., N / 2), which is repeated like any operand of PyTorch's, numbers and flags of the
+    call as they are. offset: is added to the columns that are a factor."""
     signature = operation.signature
     shape = tensors[signature.early[0].name].shape
     given: dict[str, Any] = {}
@@ -44,7 +44,7 @@ def terms_of(
             given[tensor.name] = 1.0 + offset if found is None else found.to(compute) + offset
         elif tensor.role == "row":
             given[tensor.name] = found.to(compute).reshape(*shape[:-1], 1)
-        elif tensor.role == "number":
+        elif tensor.role in ("number", "flag"):
             given[tensor.name] = found
         elif not tensor.late:
             given[tensor.name] = found.to(compute)

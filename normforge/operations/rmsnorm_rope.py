@@ -1,6 +1,8 @@
 """RMSNorm of heads and the rotary embedding behind it, forward and backward, as in Qwen 3 and Gemma
 3 (Su et al., "RoFormer", 2021; rotate_half as in GPT-NeoX): y = n * cos + rotate_half(n) *
-sin with n = norm(x) * w.
+sin with n = norm(x) * w, or n in the columns behind the first R that are rotated, as in
+Qwen3-Next. Of a call, R is twice the columns of cos and sin. Columns i and i + R / 2 are a pair or,
+interleaved, 2i and 2i + 1, as in GPT-J.
 
 A kernel of the backward computes rstd again from the rows, so that a forward saves nothing but its
 arguments.
@@ -8,50 +10,70 @@ arguments.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from .gated_rmsnorm_backward import EPS, norm_terms
 from .row_operation import RowOperation, Terms
 from .signature import Signature
-from .tensor import columns, group, number, rows, rows_out, sums
+from .tensor import columns, flag, group, number, rows, rows_out, sums
 
 
-def _halves(n: Any) -> tuple[Any, Any]:
-    half = n.shape[-1] // 2
-    return n[..., :half], n[..., half:]
+def _pairs(n: Any, cos: Any, interleaved: bool) -> tuple[Any, Any, tuple[Any, ...]]:
+    """Return the first columns of all pairs, the second ones, and what is behind the pairs, if
+    anything is. cos: a number for every pair."""
+    half, width = cos.shape[-1], n.shape[-1]
+    rest = () if 2 * half == width else (n[..., 2 * half :],)
+    if interleaved:
+        return n[..., : 2 * half : 2], n[..., 1 : 2 * half : 2], rest
+    return n[..., :half], n[..., half : 2 * half], rest
 
 
-def _joined(first: Any, second: Any) -> Any:
+def _joined(first: Any, second: Any, rest: Iterable[Any], interleaved: bool) -> Any:
     import torch
 
-    return torch.cat((first, second), -1)
+    pairs = (torch.stack((first, second), -1).flatten(-2),) if interleaved else (first, second)
+    return torch.cat((*pairs, *rest), -1)
 
 
-def rotated(n: Any, cos: Any, sin: Any) -> Any:
-    """Return n * cos + rotate_half(n) * sin. cos, sin: of the first half of the columns, which are
-    those of the second, too."""
-    first, second = _halves(n)
-    return _joined(first * cos - second * sin, second * cos + first * sin)
+def rotated(n: Any, cos: Any, sin: Any, interleaved: bool) -> Any:
+    """Return n * cos + rotate_half(n) * sin of the columns that are rotated, and n behind them.
+    cos, sin: a number for every pair of columns."""
+    first, second, rest = _pairs(n, cos, interleaved)
+    return _joined(first * cos - second * sin, second * cos + first * sin, rest, interleaved)
 
 
-def rmsnorm_rope(x: Any, weight: Any, cos: Any, sin: Any, eps: float) -> Any:
+def _terms_of_rotation(n: Any, cos: Any, sin: Any, interleaved: bool) -> tuple[Any, Any]:
+    """Return the terms of `rotated`: those with cos, or of columns that stay, and those with
+    sin."""
+    first, second, rest = _pairs(n, cos, interleaved)
+    zeros = (one.new_zeros(one.shape) for one in rest)
+    with_sin = _joined(-second * sin, first * sin, zeros, interleaved)
+    return _joined(first * cos, second * cos, rest, interleaved), with_sin
+
+
+def rmsnorm_rope(
+    x: Any, weight: Any, cos: Any, sin: Any, eps: float, interleaved: bool = False
+) -> Any:
     """Return y in the dtype of the arguments, which is that of the arithmetic. Differentiable."""
     n = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
-    return rotated(n, cos, sin)
+    return rotated(n, cos, sin, interleaved)
 
 
-def _forward_terms(x: Any, weight: Any, cos: Any, sin: Any, eps: float) -> Terms:
-    """Return the terms of y: those with cos, and those with sin."""
+def _forward_terms(
+    x: Any, weight: Any, cos: Any, sin: Any, eps: float, interleaved: bool = False
+) -> Terms:
+    """Return the terms of y."""
     n = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
-    first, second = _halves(n)
-    return {"y": (_joined(first * cos, second * cos), _joined(-second * sin, first * sin))}
+    return {"y": _terms_of_rotation(n, cos, sin, interleaved)}
 
 
-def _backward_terms(x: Any, dy: Any, weight: Any, cos: Any, sin: Any, eps: float) -> Terms:
-    """Return the terms of the gradients: those of RMSNorm with dn = dy * cos + (dy * sin of the
-    second half in front of -(dy * sin) of the first) in place of dy."""
-    first, second = _halves(dy)
-    parts = (_joined(first * cos, second * cos), _joined(second * sin, -first * sin))
+def _backward_terms(
+    x: Any, dy: Any, weight: Any, cos: Any, sin: Any, eps: float, interleaved: bool = False
+) -> Terms:
+    """Return the terms of the gradients: those of RMSNorm with dy rotated back in the place of
+    dy."""
+    parts = _terms_of_rotation(dy, cos, -sin, interleaved)
     found = [norm_terms(x, part, weight, eps) for part in parts]
     normalized = found[0][0]
     dx = tuple(term for _, terms in found for term in terms)
@@ -77,6 +99,7 @@ RMSNORM_ROPE_FORWARD = RowOperation(
         group("sin"),
         rows_out("y"),
         number("eps"),
+        flag("interleaved"),
         row_sums=1,
         summed=True,
     ),
@@ -93,6 +116,7 @@ RMSNORM_ROPE_BACKWARD = RowOperation(
         rows_out("dx", packed=True),
         sums("dw"),
         number("eps"),
+        flag("interleaved"),
         row_sums=2,
         summed=True,
     ),

@@ -108,7 +108,7 @@ class Signature:
     @cached_property
     def leading(self) -> tuple[Tensor, ...]:
         """The tensors whose addresses the arguments begin with."""
-        return tuple(t for t in self.tensors if not t.behind and t.role != "number")
+        return tuple(t for t in self.tensors if not t.behind and t.role not in ("number", "flag"))
 
     @cached_property
     def behind(self) -> tuple[Tensor, ...]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-ROLES = ("rows", "row", "columns", "sums", "number", "group", "quantized", "scales")
+ROLES = ("rows", "row", "columns", "sums", "number", "flag", "group", "quantized", "scales")
 """The roles of a tensor: M rows of N elements, one fp32 number for each row, N elements that all
-rows share, sums over the rows of every column, one fp32 number that a call is given by value,
-N / 2 numbers that the rows of a group share, or M rows of N elements in FP8 and their scales."""
+rows share, sums over the rows of every column, one fp32 number that a call is given by value, True
+or False, for which there are kernels of their own, N / 2 numbers that the rows of a group share, or
+M rows of N elements in FP8 and their scales."""
 RESERVED = re.compile(
     "alignas|asm|auto|bool|break|case|char|class|const|continue|default|delete|do|double|"
     "else|enum|extern|false|float|for|goto|if|inline|int|long|namespace|new|operator|private|"
@@ -119,6 +120,12 @@ def group(name: str, note: str = "") -> Tensor:
 def number(name: str) -> Tensor:
     """One number of a call, as the eps of a norm: by value, in fp32."""
     return Tensor(name, "number")
+
+
+def flag(name: str) -> Tensor:
+    """True or False, which kernels are compiled for: no argument of them, and an option of the
+    problem. False where a call does not say."""
+    return Tensor(name, "flag")
 
 
 def rows_out(

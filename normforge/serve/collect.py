@@ -23,7 +23,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..collected import add_to_file
-from ..table import shape_name
+from ..shape_names import shape_name
 from .options import DTYPES
 
 VARIABLE = "NORMFORGE_COLLECT"
@@ -44,6 +44,7 @@ class Called(NamedTuple):
     weight_dtype: str
     offset: bool = False
     residual: str = ""
+    rotation: str = ""
 
 
 Totals = Callable[[], Iterable[tuple[Called, int]]]
@@ -100,11 +101,12 @@ class Recorder:
         weight: torch.Tensor | None,
         offset: bool = False,
         dresidual: torch.Tensor | None = None,
+        rotation: str = "",
     ) -> None:
         """Count a call by its tensors. Never raises."""
         try:
             added = None if dresidual is None else dresidual.dtype
-            kind = (operation, type(x), x.shape, x.dtype, _kind(weight), offset, added)
+            kind = (operation, type(x), x.shape, x.dtype, _kind(weight), offset, added, rotation)
             with self._lock:
                 count = self._kinds.get(kind, 0)
                 known = count > 0 or len(self._kinds) < _MOST
@@ -191,9 +193,9 @@ class Recorder:
                 print(sentence, file=sys.stderr)
 
 
-_Kind = tuple[str, type, torch.Size, torch.dtype, "tuple[torch.dtype, int] | None", bool, Any]
+_Kind = tuple[str, type, torch.Size, torch.dtype, "tuple[torch.dtype, int] | None", bool, Any, str]
 """The kind of a call: operation, class, shape and dtype of x, the weight's dtype and heads (1 for a
-weight that all share), whether there is an offset, and the dtype of a dresidual."""
+weight that all share), whether there is an offset, the dtype of a dresidual, and the rotation."""
 
 
 def _kind(weight: torch.Tensor | None) -> tuple[torch.dtype, int] | None:
@@ -204,7 +206,7 @@ def _kind(weight: torch.Tensor | None) -> tuple[torch.dtype, int] | None:
 
 def _called(kind: _Kind) -> tuple[Called, int] | None:
     """The problem that a kernel would solve, and how often; None for what no kernel takes."""
-    operation, of, shape, of_rows, weight, offset, added = kind
+    operation, of, shape, of_rows, weight, offset, added, rotation = kind
     dtype = DTYPES.get(of_rows)
     if dtype is None or issubclass(of, FakeTensor) or shape.numel() == 0:
         return None
@@ -215,7 +217,8 @@ def _called(kind: _Kind) -> tuple[Called, int] | None:
     residual = DTYPES.get(added, "")
     residual = residual if residual in (dtype, "fp32") else ""
     rows = shape.numel() // shape[-1] // heads  # a call for each head
-    return Called(operation, rows, shape[-1], dtype, weight_dtype, offset, residual), heads
+    options = (offset, residual, rotation)
+    return Called(operation, rows, shape[-1], dtype, weight_dtype, *options), heads
 
 
 class Collecting:

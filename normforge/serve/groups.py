@@ -2,7 +2,8 @@
 heads.
 
 Rows have the shape (..., H, N): the H rows of a group are those of the last dimension but one. What
-they share has the shape (..., 1, N / 2), and is repeated like any operand of PyTorch's.
+they share has the shape (..., 1, N / 2), or fewer columns, and is repeated like any operand of
+PyTorch's.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ import torch
 
 from ..launch.row_layout import alignment_of, dense, division_factor, row_layout
 from ..operations.signature import Signature
+from ..shape_names import rotation_name
 
 
 def matrices_of_groups(
     signature: Signature, given: Mapping[str, Any], x: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Return what groups share as kernels read it, by name: matrices of N / 2 columns and equally
-    many rows, of one dtype, that begin anew behind their last row."""
+    """Return what groups share as kernels read it, by name: matrices of equally many rows, of one
+    dtype, that begin anew behind their last row."""
     shared = {tensor.name: given[tensor.name] for tensor in signature.groups}
     if len({tensor.dtype for tensor in shared.values()}) > 1:
         shared = {name: tensor.float() for name, tensor in shared.items()}
@@ -40,6 +42,15 @@ def _period(tensor: torch.Tensor, groups: torch.Size) -> int:
     whole = sizes == [*groups[len(groups) - len(sizes) :]]
     found = prod(sizes)
     return found if whole and division_factor(everything, found) else everything
+
+
+def rotation_of(signature: Signature, given: Mapping[str, Any], x: torch.Tensor) -> str:
+    """Return how the heads of a call are rotated, as kernels are named for it: by the numbers that
+    groups share, one for every pair of columns, and the flag `interleaved`. given: by name; x: the
+    first rows."""
+    first = next((given[tensor.name] for tensor in signature.groups), None)
+    interleaved = bool(given.get("interleaved"))
+    return "" if first is None else rotation_name(2 * first.shape[-1], x.shape[-1], interleaved)
 
 
 def _matrix(tensor: torch.Tensor, groups: torch.Size, period: int) -> torch.Tensor:

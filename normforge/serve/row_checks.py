@@ -14,7 +14,10 @@ from .checks import FLOATS
 
 Tensors = Mapping[str, Any]
 """The arguments of a call by name: tensors, None for one that it does without, and numbers."""
-_KINDS = ("tensor", "number")
+_KINDS: dict[str, tuple[str, Any]] = {
+    "number": ("a number", (int, float)),
+    "flag": ("True or False", bool),
+}
 
 
 def check_tensors(operation: RowOperation, tensors: Tensors) -> torch.Tensor:
@@ -25,24 +28,25 @@ def check_tensors(operation: RowOperation, tensors: Tensors) -> torch.Tensor:
         raise TypeError(f"{operation.name} takes no '{unknown[0]}'")
     for tensor in signature.inputs:
         given = tensors.get(tensor.name)
-        if given is None and not (tensor.late or tensor.role == "columns"):
+        if given is None and not (tensor.late or tensor.role in ("columns", "flag")):
             raise TypeError(f"{operation.name} needs {tensor.name}")
-        numeric = tensor.role == "number"
-        kind: Any = (int, float) if numeric else torch.Tensor
+        what, kind = _KINDS.get(tensor.role, ("a tensor", torch.Tensor))
         if given is not None and not isinstance(given, kind):
-            raise TypeError(
-                f"{tensor.name} must be a {_KINDS[numeric]}, got {type(given).__name__}"
-            )
+            raise TypeError(f"{tensor.name} must be {what}, got {type(given).__name__}")
     x: torch.Tensor = tensors[signature.early[0].name]
     for tensor in signature.inputs:
         given = tensors.get(tensor.name)
-        if given is not None and tensor.role != "number":
+        if isinstance(given, torch.Tensor):
             _check_one(tensor, given, signature.early[0].name, x)
     shared = {t.name: tensors.get(t.name) for t in signature.all_columns}
     dtypes = {name: one.dtype for name, one in shared.items() if one is not None}
     if len({*dtypes.values()}) > 1:
         said = ", ".join(f"{name} of {dtype}" for name, dtype in dtypes.items())
         raise TypeError(f"what all rows share must be of one dtype, got {said}")
+    widths = {tensor.name: tensors[tensor.name].shape[-1] for tensor in signature.groups}
+    if len({*widths.values()}) > 1:
+        said = ", ".join(f"{name} {width}" for name, width in widths.items())
+        raise ValueError(f"what groups share has equally many columns, got of {said}")
     return x
 
 
@@ -84,11 +88,11 @@ def _check_group(name: str, given: torch.Tensor, x: torch.Tensor) -> None:
     missing = len(shape) - given.dim()
     fits = x.dim() > 1 and x.shape[-1] % 2 == 0 and 0 <= missing <= len(shape) - 2
     if fits:
-        at_ends = given.shape[-2:] == shape[-2:]
+        at_ends = given.shape[-2] == 1 and 0 < given.shape[-1] <= shape[-1]
         along = zip(given.shape[:-2], shape[missing:-2], strict=True)
         fits = at_ends and all(size in (1, wanted) for size, wanted in along)
     if not fits:
         raise ValueError(
-            f"{name} must have the shape {shape}, or 1 where it is repeated, got "
-            f"{tuple(given.shape)}"
+            f"{name} must have the shape {shape}, or 1 where it is repeated, or fewer columns "
+            f"where fewer are rotated, got {tuple(given.shape)}"
         )

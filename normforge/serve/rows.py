@@ -20,7 +20,7 @@ from ..table import MAX_ALIGNMENT, Choice, Table
 from ..torch_internals import current_device, empty_strided, is_capturing, raw_stream, resolved
 from .checks import foreign_device
 from .collect import collecting
-from .groups import matrices_of_groups
+from .groups import matrices_of_groups, rotation_of
 from .kernels import Source
 from .options import DTYPES
 from .row_calls import KnownCall, KnownCalls
@@ -55,9 +55,7 @@ class RowServer:
         aligned and dense, those that a call has to ask for.
         Raises TypeError or ValueError, in one sentence, for what does not fit together."""
         x = check_tensors(self.operation, tensors)
-        self.count(
-            x, self._columns_of(tensors), added_to(self.operation.signature, tensors), offset
-        )
+        self.count_call(x, tensors, offset)
         if not self.is_without_kernels(x):
             served = self.by_kernel(tensors, offset, into)
             if not isinstance(served, str):
@@ -84,20 +82,22 @@ class RowServer:
         """The reason why there are no kernels at all, "" where there are."""
         return self.source if isinstance(self.source, str) else ""
 
-    def count(
-        self,
-        x: torch.Tensor,
-        columns: torch.Tensor | None,
-        added: torch.Tensor | None = None,
-        offset: float = 0.0,
-    ) -> None:
+    def count_call(self, x: torch.Tensor, tensors: Tensors, offset: float = 0.0) -> None:
+        """Tell who collects of a call. x: its first rows; tensors, offset: as in a call."""
+        recorder, signature = collecting.recorder, self.operation.signature
+        if recorder is not None:
+            of_call = (added_to(signature, tensors), rotation_of(signature, tensors, x))
+            columns = self._columns_of(tensors)
+            recorder.count(self.operation.name, x, columns, offset != 0, *of_call)
+
+    def count(self, x: torch.Tensor, columns: torch.Tensor | None, offset: float = 0.0) -> None:
         """Tell who collects of a call, or of one for each group of rows (..., H, N) with columns
         (H, N)."""
         recorder = collecting.recorder
         if recorder is None:
             return
         if columns is None or columns.dim() == 1:
-            recorder.count(self.operation.name, x, columns, offset != 0, added)
+            recorder.count(self.operation.name, x, columns, offset != 0)
             return
         for rows, one in zip(x.unbind(-2), columns, strict=True):
             recorder.count(self.operation.name, rows, one, offset != 0)
@@ -110,14 +110,14 @@ class RowServer:
         return not served or bool(self.missing)
 
     def explain(
-        self, M: int, N: int, dtype: str, weight_dtype: str = "", offset: bool = False
+        self, M: int, N: int, dtype: str, weight_dtype: str = "", **options: Any
     ) -> dict[str, Any]:
-        """Say which kernel serves M aligned rows of N columns ("bf16", "fp16" or "fp32"), and
-        why."""
+        """Say which kernel serves M aligned rows of N columns ("bf16", "fp16" or "fp32"), and why.
+        options: as of Table.choose."""
         choice = Choice("none", str(self.source))
         if not isinstance(self.source, str):
             table = self.source(None).backward
-            choice = table.choose(M, N, dtype, weight_dtype or dtype, offset=offset, residual="")
+            choice = table.choose(M, N, dtype, weight_dtype or dtype, **options)
         kernel = None if choice.kernel is None else choice.kernel.file
         return {"how": choice.how, "reason": choice.reason, "kernel": kernel}
 
@@ -277,6 +277,7 @@ class RowServer:
             names[1],
             offset=offset,
             residual="" if added is None else DTYPES.get(added.dtype, "none"),
+            rotation=rotation_of(signature, given, x),
             alignment=alignment_of(places),
             weight_alignment=alignment_of(reduce(or_, shared, 0)),
         )

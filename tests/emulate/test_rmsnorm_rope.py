@@ -58,13 +58,14 @@ def fault_of(variant: Variant, problem: Problem, inputs: Any) -> str:
     return ""
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(16)
+@pytest.mark.parametrize("rotation", ["", "+rotary256", "+interleaved"])
 @pytest.mark.parametrize("pipeline", PIPELINES)
 @pytest.mark.parametrize("reduction", DETERMINISTIC)
 def test_deterministic_reduction_gives_one_set_of_right_bits(
-    reduction: str, pipeline: str, target: Target
+    reduction: str, pipeline: str, rotation: str, target: Target
 ) -> None:
-    shape = f"{BACKWARD}:42x1024:bf16"
+    shape = f"{BACKWARD}:42x1024:bf16{rotation}"
     variant = small_variant(shape, reduction, target, **PIPELINES[pipeline])
     check = check_variant(variant, Problem.parse(shape), schedules=20, seed=2026, all_rows=True)
     assert check.problems == ()
@@ -72,9 +73,12 @@ def test_deterministic_reduction_gives_one_set_of_right_bits(
     assert check.errors.keys() == {"dx", "dw"}
 
 
+@pytest.mark.parametrize("rotation", ["", "+rotary512", "+rotary512+interleaved"])
 @pytest.mark.parametrize("pipeline", ["direct", "bulk", "async"])
-def test_every_schedule_gives_one_set_of_right_bits(pipeline: str, target: Target) -> None:
-    problem = Problem.parse("42x1024:bf16", FORWARD)
+def test_every_schedule_gives_one_set_of_right_bits(
+    pipeline: str, rotation: str, target: Target
+) -> None:
+    problem = Problem.parse(f"42x1024:bf16{rotation}", FORWARD)
     knobs = {**PIPELINES[pipeline], "grid": "full", "weight_in": "registers"}
     variant = small(problem, target, **knobs)
     check = check_variant(variant, problem, schedules=5, seed=2026, all_rows=True)
@@ -91,6 +95,18 @@ def test_every_schedule_gives_one_set_of_right_bits(pipeline: str, target: Targe
         *(("97x128:fp32+offset", threads) for threads in (8, 16, 32)),
         *(("77x256:bf16", threads) for threads in (8, 16, 32)),
         ("45x96:fp32", 8),
+        *(("77x256:bf16+rotary64", threads) for threads in (8, 16, 32)),
+        *(("77x256:bf16+rotary128", threads) for threads in (8, 16)),
+        *(("61x128:fp16:fp32+rotary48", threads) for threads in (8, 16)),
+        ("61x128:fp32+offset+rotary96", 8),
+        ("45x96:fp32+rotary32", 8),
+        ("45x65:bf16+rotary64", 32),
+        *(("77x256:bf16+rotary64+interleaved", threads) for threads in (8, 16, 32)),
+        ("61x128:fp16:fp32+rotary48+interleaved", 8),
+        ("61x96:bf16+interleaved", 8),
+        ("61x36:fp16+interleaved", 8),
+        ("61x34:bf16+rotary14+interleaved", 8),
+        ("45x128:fp32+offset+rotary96+interleaved", 16),
     ],
 )
 @of_name
@@ -116,9 +132,14 @@ def test_ways_to_a_partner_give_the_same_bits(name: str, target: Target) -> None
     assert run_to_one_result(shuffled, inputs).keys() == check.errors.keys()
 
 
+@pytest.mark.parametrize(
+    "rotation", ["", "+rotary64", "+rotary6400", "+interleaved", "+rotary6400+interleaved"]
+)
 @of_name
-def test_a_cluster_reads_partners_of_other_ctas_again(name: str, target: Target) -> None:
-    problem = Problem.parse("37x8192:bf16", name)
+def test_a_cluster_reads_partners_of_other_ctas_again(
+    name: str, rotation: str, target: Target
+) -> None:
+    problem = Problem.parse(f"37x8192:bf16{rotation}", name)
     variant = small(problem, target, cluster=2, threads_per_row=256)
     assert check_variant(variant, problem, schedules=3, all_rows=True).problems == ()
 
@@ -130,10 +151,12 @@ def test_groups_of_any_size_share_numbers_of_either_dtype(
     name: str, heads: int, groups: int, dtype: torch.dtype, target: Target
 ) -> None:
     """The numbers repeat where they are fewer than groups, as those of a sequence in a batch."""
-    problem = Problem.parse("70x64:bf16", name)
+    rotation = {0: "+rotary32", 2: "+interleaved"}.get(heads % 5, "")
+    problem = Problem.parse(f"70x64:bf16{rotation}", name)
     given = OPERATIONS[name].make_inputs(problem, CPU)
     generator = torch.Generator().manual_seed(heads)
-    cos, sin = (torch.randn(groups, 32, generator=generator).to(dtype) for _ in range(2))
+    half = problem.rotated // 2
+    cos, sin = (torch.randn(groups, half, generator=generator).to(dtype) for _ in range(2))
     inputs = replace(given, cos=cos, sin=sin, heads=heads)
     variant = of_heads(problem, target, 8)
     assert fault_of(variant, problem, inputs) == ""
@@ -143,9 +166,12 @@ def test_groups_of_any_size_share_numbers_of_either_dtype(
     assert not any(torch.equal(found[out], other[out]) for out in found)
 
 
+@pytest.mark.parametrize(
+    "shape", ["70x128:fp16", "70x128:fp16+interleaved", "70x34:fp16+rotary14+interleaved"]
+)
 @of_name
-def test_numbers_of_16_bits_are_those_of_32(name: str, target: Target) -> None:
-    problem = Problem.parse("70x128:fp16", name)
+def test_numbers_of_16_bits_are_those_of_32(name: str, shape: str, target: Target) -> None:
+    problem = Problem.parse(shape, name)
     given = OPERATIONS[name].make_inputs(problem, CPU)
     narrow = replace(given, cos=given.cos.half(), sin=given.sin.half())
     wide = replace(given, cos=narrow.cos.float(), sin=narrow.sin.float())
@@ -154,23 +180,52 @@ def test_numbers_of_16_bits_are_those_of_32(name: str, target: Target) -> None:
     assert all(torch.equal(found[out], same[out]) for out in found)
 
 
+WHOLE, PART, QWEN = "203x128:bf16", "77x128:fp16+rotary48", "77x256:bf16+rotary64"
+NEXT = "77x128:bf16+rotary64+interleaved"
 PLANTED = [
-    (FORWARD, "(rows.column(j) < kHalf) ? -rotated", "false ? -rotated", r"y\[.* are off"),
-    (FORWARD, "weight_of(partner_w, i", "weight_of(w, i", r"y\[.* are off"),
-    (FORWARD, "kThreadsPerRow / 2", "1", r"y\[.* are off"),
-    (FORWARD, "(group - quotient", "(0 * group - quotient", r"y\[.* are off"),
-    (BACKWARD, "(rows.column(j) < kHalf) ?", "true ?", r"dx\[.* are off"),
-    (BACKWARD, "__fmul_rn(correction, xe)", "0.0f", r"dx\[.* are off"),
-    (BACKWARD, "__fmaf_rn(xe, scaled, partial", "__fmaf_rn(scaled, scaled, partial", r"dw\["),
+    *(
+        (*planted, WHOLE, 16)
+        for planted in (
+            (FORWARD, "(rows.column(j) < kHalf) ? -rotated", "false ? -rotated", r"y\[.* are off"),
+            (FORWARD, "weight_of(partner_w, i", "weight_of(w, i", r"y\[.* are off"),
+            (FORWARD, "kThreadsPerRow / 2", "1", r"y\[.* are off"),
+            (FORWARD, "(group - quotient", "(0 * group - quotient", r"y\[.* are off"),
+            (BACKWARD, "(rows.column(j) < kHalf) ?", "true ?", r"dx\[.* are off"),
+            (BACKWARD, "__fmul_rn(correction, xe)", "0.0f", r"dx\[.* are off"),
+            (
+                BACKWARD,
+                "__fmaf_rn(xe, scaled, partial",
+                "__fmaf_rn(scaled, scaled, partial",
+                r"dw\[",
+            ),
+        )
+    ),
+    (FORWARD, " || column >= kRotary", "", r"reads 16 bytes at (cos|sin)\[", QWEN, 32),
+    (FORWARD, "is_rotated(j, rows.column(j)) ? __f", "true ? __f", r"y\[", PART, 16),
+    (
+        FORWARD,
+        "column < kHalf ? column + kHalf",
+        "column < kHalf ? column + kRotary",
+        r"y\[",
+        PART,
+        8,
+    ),
+    (BACKWARD, "&& column < kRotary)", "&& column < kHalf)", r"dx\[.* are off", PART, 8),
+    (BACKWARD, "kHalfVectors)", "1)", r"dx\[.* are off", QWEN, 32),
+    (FORWARD, "words, i ^ 1)", "words, i)", r"y\[.* are off", NEXT, 8),
+    (FORWARD, "start + column / 2", "start + column", r"reads \d+ bytes at (cos|sin)\[", NEXT, 8),
+    (BACKWARD, "(i % 2 == 0) ?", "(i % 2 == 1) ?", r"dx\[.* are off", NEXT, 8),
+    (BACKWARD, "], i / 2, args", "], i % (kElements / 2), args", r"dx\[.* are off", NEXT, 8),
+    (BACKWARD, "? j + kHalfSteps", "? j", r"dx\[.* are off", "77x256:bf16+rotary128", 8),
 ]
 
 
-@pytest.mark.parametrize(("name", "old", "new", "found"), PLANTED)
+@pytest.mark.parametrize(("name", "old", "new", "found", "shape", "threads"), PLANTED)
 def test_planted_wrong_kernel_is_caught(
-    name: str, old: str, new: str, found: str, target: Target
+    name: str, old: str, new: str, found: str, shape: str, threads: int, target: Target
 ) -> None:
-    problem = Problem.parse("203x128:bf16", name)
-    variant = of_heads(problem, target, 16)
+    problem = Problem.parse(shape, name)
+    variant = of_heads(problem, target, threads)
     source = render(variant)
     assert old in source
     spec, launch = small_launch(variant, problem.M)
@@ -186,9 +241,10 @@ def test_any_eps_is_that_of_the_call(name: str, target: Target) -> None:
     assert fault_of(of_heads(problem, target, 8), problem, inputs) == ""
 
 
-def test_it_is_what_pytorch_computes(target: Target) -> None:
+@pytest.mark.parametrize("rotation", ["", "+rotary32"])
+def test_it_is_what_pytorch_computes(rotation: str, target: Target) -> None:
     """rotate_half as model code has it stands beside the formula of the operation."""
-    problem = Problem.parse("64x128:fp32", FORWARD)
+    problem = Problem.parse(f"64x128:fp32{rotation}", FORWARD)
     inputs = OPERATIONS[FORWARD].make_inputs(problem, CPU)
     found = run_to_one_result(of_heads(problem, target, 16), inputs)["y"].double()
     n = torch.nn.functional.rms_norm(inputs.x.double(), (128,), inputs.weight.double(), inputs.eps)
@@ -196,7 +252,9 @@ def test_it_is_what_pytorch_computes(target: Target) -> None:
         torch.cat((one, one), -1).double().repeat_interleave(32, 0)
         for one in (inputs.cos, inputs.sin)
     )
-    wanted = n * cos + torch.cat((-n[:, 64:], n[:, :64]), -1) * sin
+    n, rest = n[:, : cos.shape[1]], n[:, cos.shape[1] :]
+    first, second = n.chunk(2, -1)
+    wanted = torch.cat((n * cos + torch.cat((-second, first), -1) * sin, rest), -1)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -230,4 +288,15 @@ def test_half_a_row_that_is_no_whole_number_of_vectors_is_refused(
     known = of_heads(replace(problem, N=64), target, 8).config
     rejection = space.reject(space.normalize(known, problem, target), problem, target)
     assert rejection is not None and rejection.rule == "pairs"
-    assert "half a row of 72 columns is no whole number of vectors of 8" in rejection.sentence
+    assert "half of 72 rotated columns is no whole number of vectors of 8" in rejection.sentence
+    partial = Problem.parse("4096x64:bf16+rotary24", name)
+    rejection = space.reject(space.normalize(known, partial, target), partial, target)
+    assert rejection is not None and rejection.rule == "pairs"
+    assert "half of 24 rotated columns is no whole number of vectors of 8" in rejection.sentence
+    for rotation in ("rotary32", "rotary24+interleaved"):
+        served = replace(partial, rotation=rotation)
+        assert space.reject(space.normalize(known, served, target), served, target) is None
+    odd = Problem.parse("4096x64:bf16+rotary20+interleaved", name)
+    rejection = space.reject(space.normalize(known, odd, target), odd, target)
+    assert rejection is not None and rejection.rule == "neighbours"
+    assert "20 rotated columns are no whole number of vectors of 8" in rejection.sentence

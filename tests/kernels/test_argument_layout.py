@@ -82,7 +82,7 @@ def as_compiled(struct: str) -> type[ctypes.Structure]:
 
 def addressed(signature: Signature) -> list[Tensor]:
     """Return the tensors that a call is given by address."""
-    return [tensor for tensor in signature.tensors if tensor.role != "number"]
+    return [tensor for tensor in signature.tensors if tensor.role not in ("number", "flag")]
 
 
 def places(structure: type[ctypes.Structure]) -> dict[str, tuple[int, int]]:

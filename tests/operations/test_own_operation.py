@@ -233,6 +233,18 @@ def test_what_is_wrong_with_an_operation_is_said_before_anything_runs(
     assert "softmax_backward" not in known.OPERATIONS
 
 
+def test_flags_are_for_operations_of_the_library() -> None:
+    operation = library.RowOperation(
+        name="flagged",
+        signature=library.Signature(library.rows("x"), library.rows_out("y"), library.flag("f")),
+        terms=lambda x, f: {"y": (x,)},
+        forward=lambda x: (x, {}),
+        gradients={"x": "y"},
+    )
+    (fault,) = own._faults(operation, Path("flagged.py"))
+    assert "flags are for operations of the library alone" in fault
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(NormforgeError, match=r"there is no file .*/mine\.py"):
         add(tmp_path / "mine.py")

@@ -386,6 +386,10 @@ def test_a_rotated_norm_is_what_its_backward_is_of() -> None:
     cos, sin = (torch.cat((given[name],) * 2, -1) for name in ("cos", "sin"))
     turned = torch.cat((-n[:, N // 2 :], n[:, : N // 2]), -1)  # rotate_half, as models have it
     torch.testing.assert_close(found["y"], n * cos + turned * sin)
+    some = given | {name: given[name][..., :1] for name in ("cos", "sin")}
+    found = evaluate(operations.RMSNORM_ROPE_FORWARD, some)
+    turned = n[:, :2] * some["cos"] + torch.stack((-n[:, 1], n[:, 0]), -1) * some["sin"]
+    torch.testing.assert_close(found["y"], torch.cat((turned, n[:, 2:]), -1))
 
 
 @pytest.mark.parametrize("kind", operations.GATED_FORWARDS)

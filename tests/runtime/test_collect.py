@@ -185,6 +185,19 @@ def test_other_operations_count_by_their_names(
     }
 
 
+def test_rotated_norms_count_by_what_is_rotated(recorder: Recorder) -> None:
+    x, angles = leaf(2, 3, 4, 16), torch.ones(3, 4)
+    for rotary_dim, interleaved in ((8, False), (None, False), (None, True)):
+        of_turns = (angles, angles) if rotary_dim else (angles.repeat(1, 4), angles.repeat(1, 4))
+        rest = (*of_turns, 1e-6, rotary_dim, interleaved)
+        normforge.rms_norm_rope(x, leaf(16), *rest).sum().backward()
+    assert counted(recorder) == {
+        f"rmsnorm_rope_{direction} 24x16:fp32{rotation}": 1
+        for direction in ("forward", "backward")
+        for rotation in ("", "+rotary8", "+interleaved")
+    }
+
+
 def test_gated_norms_count_in_both_directions_and_by_groups(recorder: Recorder) -> None:
     x, z = leaf(6, 16), leaf(6, 16)
     normforge.rms_norm_gated(x, z, leaf(16)).sum().backward()

@@ -44,6 +44,11 @@ def strategy_of(name: str) -> str:
         ("9999x96:bf16", 16),
         ("9999x256:bf16+offset", 16),
         ("9999x128:fp32", 32),
+        *(("9999x256:bf16+rotary64", threads) for threads in (8, 16, 32)),
+        ("9999x256:bf16:fp32+rotary128", 8),
+        ("9999x128:fp16+rotary48", 16),
+        ("9999x128:bf16+interleaved", 16),
+        ("9999x256:bf16:fp32+rotary64+interleaved", 32),
     ],
 )
 @pytest.mark.parametrize("name", ROTATED)
@@ -64,12 +69,15 @@ def test_kernels_of_heads_are_accurate_and_repeat_their_bits(
 
 @pytest.fixture(scope="module")
 def functions(here: Target, tmp_path_factory: pytest.TempPathFactory) -> RotatedFunctions:
-    """The functions of a package for each direction, of heads of 128 columns in bf16."""
+    """The functions of a package for each direction, of heads of 128 columns in bf16: all of them
+    rotated, also as neighbours, or 32."""
     folder = tmp_path_factory.mktemp("rope")
 
     def source(name: str) -> Source | str:
         knobs = {"threads_per_row": 16, "rows_per_cta": 8, "strategy": strategy_of(name)}
-        problems = [Problem.parse(f"{name}:4096x128:bf16{weight}") for weight in ("", ":fp32")]
+        rotations = ("", "+rotary32", "+interleaved")
+        kinds = [f"{weight}{rotation}" for weight in ("", ":fp32") for rotation in rotations]
+        problems = [Problem.parse(f"{name}:4096x128:bf16{kind}") for kind in kinds]
         entries = [planted_entry(problem, here, **knobs) for problem in problems]
         emit_package(entries, [], here, folder / name)
         return source_of(folder / name, name)
@@ -81,8 +89,8 @@ def randn(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.randn(shape, device="cuda", dtype=dtype)
 
 
-def turns(*shape: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    angles = torch.randn(*shape, 64, device="cuda")
+def turns(*shape: int, dtype: torch.dtype, columns: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
+    angles = torch.randn(*shape, columns // 2, device="cuda")
     whole = torch.cat((angles, angles), -1)
     return whole.cos().to(dtype), whole.sin().to(dtype)
 
@@ -98,20 +106,27 @@ def check(found: Any, exact: Any) -> None:
 @pytest.mark.parametrize("of_turns", [BF16, torch.float32])
 @pytest.mark.parametrize("shape", [(3, 70), (1, 70), (70,), (3, 1)])
 @pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize(("columns", "interleaved"), [(128, False), (32, False), (128, True)])
 @pytest.mark.usefixtures("deterministic", "served_by_kernels")
 def test_queries_and_keys_of_a_projection_are_those_of_the_formula(
-    functions: RotatedFunctions, wide: bool, shape: tuple[int, ...], of_turns: torch.dtype
+    functions: RotatedFunctions,
+    columns: int,
+    interleaved: bool,
+    wide: bool,
+    shape: tuple[int, ...],
+    of_turns: torch.dtype,
 ) -> None:
     torch.manual_seed(0)
     qkv = randn(3, 70, 48 * 128).requires_grad_()
     weights = [randn(128, dtype=torch.float32 if wide else BF16).requires_grad_() for _ in "qk"]
-    cos, sin = turns(*shape, dtype=of_turns)
+    cos, sin = turns(*shape, dtype=of_turns, columns=columns)
     leaves = [qkv, *weights]
-    found = functions.qk_norm_rope(*leaves, cos, sin, (32, 8), 1e-6)
+    found = functions.qk_norm_rope(*leaves, cos, sin, (32, 8), 1e-6, columns, interleaved)
     exact_leaves = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    halves = [one[..., :64].double().unsqueeze(-2) for one in (cos, sin)]
+    halves = [one[..., : columns // 2].double().unsqueeze(-2) for one in (cos, sin)]
     q, k, v = parts_of(exact_leaves[0], 32, 8)
-    exact = [formula(x, w, *halves, 1e-6) for x, w in zip((q, k), exact_leaves[1:], strict=True)]
+    rest, of_both = (*halves, 1e-6, interleaved), zip((q, k), exact_leaves[1:], strict=True)
+    exact = [formula(x, w, *rest) for x, w in of_both]
     check(found, [*exact, v])
     dy = [randn(*part.shape) for part in found]
     wide_dy = [one.double() for one in dy]

@@ -41,7 +41,10 @@ OF_KERNEL: dict[str, Any] = {
 
 
 class Device(ComputingDriver):
-    """Computes the operation from the arguments of its kernel, in fp32."""
+    """Computes the operation from the arguments of its kernel, in fp32. half: columns of cos;
+    interleaved: whether neighbours are pairs."""
+
+    half, interleaved = HALF, False
 
     def compute(self, function: str, args: Any) -> None:
         given: dict[str, Any] = {"eps": args.eps, "weight": at_address(args.weight, N)}
@@ -54,8 +57,8 @@ class Device(ComputingDriver):
             found = [row * args.group_factor >> 32 for row in range(args.rows)]
             places = [g - (g * args.period_factor >> 32) * args.period for g in found]
             at = [address + 4 * stride * place for place in places]
-            given[name] = torch.stack([at_address(place, HALF) for place in at])
-        found = evaluate(RMSNORM_ROPE_BACKWARD, given)
+            given[name] = torch.stack([at_address(place, self.half) for place in at])
+        found = evaluate(RMSNORM_ROPE_BACKWARD, given | {"interleaved": self.interleaved})
         at_address(args.dw, N).copy_(found["dw"])
         for place, row in zip(rows_at(args, "dx", gap=args.dx_gap), found["dx"], strict=True):
             place.copy_(row)
@@ -131,6 +134,30 @@ def test_numbers_of_groups_are_read_where_they_lie_or_copied(
     )
     if cos in lies and KINDS[cos][1] == period:
         assert args.cos == tensors["cos"].data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("half", "interleaved", "rotation"),
+    [
+        (HALF // 2, False, "rotary8"),
+        (HALF // 2, True, "rotary8+interleaved"),
+        (HALF, True, "interleaved"),
+    ],
+)
+def test_heads_that_are_rotated_in_another_way_have_kernels_of_their_own(
+    serve: Any, driver: Device, half: int, interleaved: bool, rotation: str
+) -> None:
+    driver.half, driver.interleaved = half, interleaved
+    of_turns, found = {"cos": random(S, 1, half), "sin": random(S, 1, half) + 1}, []
+    part = plain(**of_turns, interleaved=interleaved)
+    spec = replace(SPEC, **OF_KERNEL, rotation=rotation)
+    for tensors in (part, plain()):
+        server = row_server(RMSNORM_ROPE_BACKWARD, entry(M, spec))
+        found.append(server._by_kernel(check_tensors(server.operation, tensors), tensors))
+    check(found[0], part)
+    assert found[1].startswith("nothing like 24x16:fp32 was tuned")
+    assert serve(part).startswith(f"nothing like 24x16:fp32+{rotation} was tuned")
+    assert len(driver.launches) == 1 and driver.launches[0].arguments.cos_stride == half
 
 
 def test_heads_of_a_packed_projection_are_read_where_they_lie(serve: Any, driver: Device) -> None:
@@ -243,6 +270,8 @@ def test_more_rows_than_kernels_number_are_left_to_the_formula(
     ("change", "said"),
     [
         ({"cos": random(B, S, 1, N)}, "cos must have the shape (2, 3, 1, 8), or 1 where it"),
+        ({"cos": random(B, S, 1, 2)}, "what groups share has equally many columns, got of cos 2,"),
+        ({"cos": random(B, S, 1, 0)}, "or fewer columns where fewer are rotated, got (2, 3, 1, 0)"),
         ({"sin": random(HALF)}, "sin must have the shape (2, 3, 1, 8)"),
         ({"sin": random(B, S, H, HALF)}, "got (2, 3, 4, 8)"),
         ({"cos": random(B, B, 1, HALF)}, "got (2, 2, 1, 8)"),
@@ -252,6 +281,7 @@ def test_more_rows_than_kernels_number_are_left_to_the_formula(
             "cos must be of torch.float32 or x's dtype torch.float32",
         ),
         ({"cos": None}, "rmsnorm_rope_backward needs cos"),
+        ({"interleaved": 1}, "interleaved must be True or False, got int"),
     ],
 )
 def test_what_groups_cannot_share_is_one_sentence(

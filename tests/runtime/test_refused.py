@@ -24,8 +24,8 @@ def gated(**change: Any) -> Callable[[], Any]:
     return partial(rms_norm_gated, **{"x": X, "z": X, "weight": torch.ones(D), **change})
 
 
-def rope(x: Any = HEADS, weight: Any = WEIGHT, cos: Any = COS, sin: Any = SIN, **eps: Any) -> Any:
-    return partial(rms_norm_rope, x, weight, cos, sin, **eps)
+def rope(x: Any = HEADS, weight: Any = WEIGHT, cos: Any = COS, sin: Any = SIN, **more: Any) -> Any:
+    return partial(rms_norm_rope, x, weight, cos, sin, **more)
 
 
 def projection(qkv: Any = torch.ones(2, 5, 64), heads: Any = (4, 2)) -> Callable[[], Any]:  # noqa: B008
@@ -47,6 +47,8 @@ OF_ANOTHER_TYPE: list[tuple[str, Callable[[], Any]]] = [
     ("cos must be a torch.Tensor, got int", rope(cos=3)),
     ("cos must be of a floating dtype, got torch.int32", rope(cos=COS.int())),
     ("eps must be a number, got None", rope(eps=None)),
+    ("rotary_dim must be an int or None, got float", rope(rotary_dim=4.0)),
+    ("interleaved must be True or False, got 'yes'", rope(interleaved="yes")),
     ("qkv must be a torch.Tensor, got int", projection(3)),
     ("x must be a torch.Tensor, got float", quantized(3.0)),
     ("weight must be a torch.Tensor, got float", quantized(BLOCKS, 1.0)),
@@ -70,6 +72,11 @@ OF_ANOTHER_VALUE: list[tuple[str, Callable[[], Any]]] = [
     ("sin must have the shape (2, 5, 8) of x without", rope(sin=SIN[:4])),
     ("got (5, 3, 8)", rope(cos=COS[:, None].expand(5, 3, 8))),
     ("cos must have the shape", rope(cos=COS[None, None, None])),
+    ("cos must have the shape (2, 5, 4) of x's tokens and rotary_dim", rope(rotary_dim=4)),
+    ("cos must have the shape (2, 5, 8) of x without", rope(cos=COS[..., :6])),
+    ("an even number from 2 to the 8 columns of a head, got 10", rope(rotary_dim=10)),
+    ("an even number from 2 to the 8 columns of a head, got 3", rope(rotary_dim=3)),
+    ("an even number from 2 to the 8 columns of a head, got 0", rope(rotary_dim=0)),
     ("give sin.detach()", rope(sin=SIN.clone().requires_grad_())),
     ("cos is on meta and x on cpu", rope(cos=COS.to("meta"))),
     (

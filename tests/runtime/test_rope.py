@@ -3,6 +3,7 @@ the CPU."""
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.nn import functional
 
 import normforge
 from normforge import qk_norm_rope, rms_norm_rope
+from normforge.frontends.rope import RotatedFunctions
 from normforge.frontends.rope_node import SERVED, rms_norm_rope_backward, rms_norm_rope_forward
 from normforge.frontends.rope_packed import qk_norm_rope_backward, qk_norm_rope_forward
 from normforge.operations import ROTATED
@@ -28,6 +30,7 @@ from tests.support.library_functions import (
 )
 
 S, D = 5, HEAD
+INTERLEAVED = "*/rope+interleaved"
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
@@ -43,10 +46,21 @@ def rotate_half(x: torch.Tensor) -> torch.Tensor:
 
 
 def written_out(
-    x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float = EPS
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    eps: float = EPS,
+    interleaved: bool = False,
 ) -> torch.Tensor:
     n = functional.rms_norm(x, x.shape[-1:], weight, eps)
-    return n * cos.unsqueeze(-2) + rotate_half(n) * sin.unsqueeze(-2)
+    n, rest = n[..., : cos.shape[-1]], n[..., cos.shape[-1] :]
+    if interleaved:  # torchtitan's complex form
+        half = cos.shape[-1] // 2
+        turns = torch.complex(cos[..., :half], sin[..., :half]).unsqueeze(-2)
+        turned = torch.view_as_complex(n.unflatten(-1, (half, 2)).contiguous()) * turns
+        return torch.cat((torch.view_as_real(turned).flatten(-2), rest), -1)
+    return torch.cat((n * cos.unsqueeze(-2) + rotate_half(n) * sin.unsqueeze(-2), rest), -1)
 
 
 def check(found: Any, wanted: Any) -> None:
@@ -58,37 +72,45 @@ REPEATED = [(B, S), (1, S), (S,), (B, 1), (1, 1), (1,), ()]
 
 @pytest.mark.parametrize("shape", REPEATED)
 @pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("columns", [D, D // 2, 2])
+@pytest.mark.parametrize("interleaved", [False, True])
 def test_results_and_gradients_are_those_of_the_definition(
-    shape: tuple[int, ...], half: bool
+    shape: tuple[int, ...], half: bool, columns: int, interleaved: bool
 ) -> None:
-    given, (cos, sin) = drawn(B, S, 3, D), turns(*shape)
-    seen = [one[..., : D // 2] if half else one for one in (cos, sin)]
+    given, (cos, sin) = drawn(B, S, 3, D), turns(*shape, columns=columns)
+    seen = [one[..., : columns // 2] if half else one for one in (cos, sin)]
 
     def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return rms_norm_rope(x, weight, *seen, EPS)
+        rotary_dim = None if columns == D else columns
+        return rms_norm_rope(x, weight, *seen, EPS, rotary_dim, interleaved)
 
     def wanted(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return written_out(x, weight, cos, sin)
+        return written_out(x, weight, cos, sin, EPS, interleaved)
 
     torch.testing.assert_close(norm(*given), wanted(*given))
     check(gradients(norm, given), gradients(wanted, given))
 
 
-def test_a_packed_projection_is_split_where_it_lies() -> None:
+@pytest.mark.parametrize("rotary_dim", [None, D // 2])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_a_packed_projection_is_split_where_it_lies(
+    rotary_dim: int | None, interleaved: bool
+) -> None:
     columns = (HEADS[0] + 2 * HEADS[1]) * D
     torch.manual_seed(0)
     qkv = torch.randn(B, S, columns, dtype=torch.float64, requires_grad=True)
     weights = [drawn(1, 1, D)[1], torch.ones(D, dtype=torch.float64, requires_grad=True)]
-    leaves, (cos, sin) = [qkv, *weights], turns(1, S)
+    leaves, (cos, sin) = [qkv, *weights], turns(1, S, columns=rotary_dim or D)
 
     def wanted(
         qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         every = qkv.view(B, S, -1, D)
         q, k, v = every[..., :4, :], every[..., 4:6, :], every[..., 6:, :]
-        return written_out(q, q_weight, cos, sin), written_out(k, k_weight, cos, sin), v
+        rest = (cos, sin, EPS, interleaved)
+        return written_out(q, q_weight, *rest), written_out(k, k_weight, *rest), v
 
-    found = qk_norm_rope(*leaves, cos, sin, HEADS, EPS)
+    found = qk_norm_rope(*leaves, cos, sin, HEADS, EPS, rotary_dim, interleaved)
     exact = wanted(qkv, *weights)
     check(found, exact)
     assert [part.shape[-2:] for part in found] == [(4, D), (2, D), (2, D)]
@@ -111,6 +133,16 @@ def test_results_are_rounded_once_and_gradients_have_the_dtypes_of_what_they_bel
         lambda *given: written_out(*given, cos.double(), sin.double(), 1e-5),
         [x, weight],
     )
+
+
+@pytest.mark.parametrize("columns", [D // 2, 2])
+def test_columns_that_are_not_rotated_have_the_bits_of_the_norm(columns: int) -> None:
+    """Whatever cos and sin are, and also where the others are not finite."""
+    (x, weight), ones = drawn(B, S, 3, D, dtype=torch.float32), torch.ones(S, columns)
+    turned = rms_norm_rope(x, weight, torch.inf * ones, ones, EPS, columns)
+    plain = rms_norm_rope(x, weight, torch.ones(S, D), torch.zeros(S, D), EPS)
+    assert torch.equal(turned[..., columns:], plain[..., columns:])
+    assert not turned[..., :columns].isfinite().any()
 
 
 def test_no_weight_stands_for_ones() -> None:
@@ -168,10 +200,11 @@ def test_it_is_what_the_attention_of_transformers_computes() -> None:
 def test_the_operators_are_what_pytorch_asks_of_one() -> None:
     for weight, dtype in ((torch.rand(D), torch.float32), (None, torch.bfloat16)):
         rows = [torch.rand(3, 2, D, dtype=dtype) for _ in range(2)]
-        cos, sin = (one[..., : D // 2].unsqueeze(-2).float() for one in turns(3))
-        given = (rows[0], weight, cos, sin, 1e-6, "*/rope")
-        torch.library.opcheck(rms_norm_rope_forward, given)
-        torch.library.opcheck(rms_norm_rope_backward, (rows[1], *given))
+        for half, package in ((D // 4, "*/rope"), (D // 2, "*/rope"), (D // 4, INTERLEAVED)):
+            cos, sin = (one[..., :half].unsqueeze(-2).float() for one in turns(3))
+            given = (rows[0], weight, cos, sin, 1e-6, package)
+            torch.library.opcheck(rms_norm_rope_forward, given)
+            torch.library.opcheck(rms_norm_rope_backward, (rows[1], *given))
     turned = torch.rand(3, D, 2).mT
     torch.library.opcheck(rms_norm_rope_forward, (turned, torch.rand(D), *given[2:]))
     assert normforge.rope.operators.rms_norm_rope.v1 is rms_norm_rope_forward
@@ -226,6 +259,29 @@ def test_it_says_which_kernel_serves_or_why_none_does(forward: bool) -> None:
     assert (found["how"], found["kernel"]) == ("none", None)
     assert found["reason"].startswith("nothing like 4096x128:bf16:fp32 was tuned")
     assert explain(524288, 128, "bf16", forward=forward)["how"] == "tuned"
+    for columns, interleaved, rotation in (
+        (64, False, "+rotary64"),
+        (None, True, "+interleaved"),
+        (64, True, "+rotary64+interleaved"),
+    ):
+        options: Any = {"rotary_dim": columns, "interleaved": interleaved}
+        found = explain(524288, 128, "bf16", forward=forward, **options)
+        assert (found["how"], found["kernel"]) == ("none", None)
+        assert found["reason"].startswith(f"nothing like 524288x128:bf16{rotation} was tuned")
+
+
+def test_a_form_is_made_again_behind_a_package_that_is_loaded_again() -> None:
+    def no_kernels(_: str) -> str:
+        return "no kernels"
+
+    one = RotatedFunctions(no_kernels, "of a test")
+    form = SERVED("of a test+interleaved")
+    assert SERVED("of a test+interleaved") is form and pickle.loads(pickle.dumps(form)) is form
+    other = RotatedFunctions(no_kernels, "of a test")
+    assert SERVED("of a test+interleaved") is not form
+    assert (one.interleaved, other.interleaved, form.interleaved) == (False, False, True)
+    with pytest.raises(RuntimeError, match="no package 'of a test\\+backwards'"):
+        SERVED("of a test+backwards")
 
 
 @pytest.fixture
@@ -233,23 +289,29 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The calls that kernels would serve."""
     given: list[Any] = []
     servers = {name: Kernels(name, given) for name in ROTATED}
-    monkeypatch.setattr(SERVED("*/rope"), "_servers", servers)
+    for package in ("*/rope", INTERLEAVED):
+        monkeypatch.setattr(SERVED(package), "_servers", servers)
     return given
 
 
-def test_kernels_serve_both_directions_of_heads_where_they_lie(seen: list[Any]) -> None:
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_kernels_serve_both_directions_of_heads_where_they_lie(
+    seen: list[Any], interleaved: bool
+) -> None:
     qkv = torch.randn(B, S, 8 * D, requires_grad=True)
     weights = [torch.rand(D, requires_grad=True) for _ in range(2)]
     cos, sin = turns(1, S, dtype=torch.float32)
-    q, k, _ = qk_norm_rope(qkv, *weights, cos, sin, HEADS)
+    q, k, _ = qk_norm_rope(qkv, *weights, cos, sin, HEADS, interleaved=interleaved)
     (q.sum() + k.sum()).backward()
     names = [name for name, _ in seen]
     assert names == ["rmsnorm_rope_forward"] * 2 + ["rmsnorm_rope_backward"] * 2
+    assert [tensors["interleaved"] for _, tensors in seen] == [interleaved] * 4
     for at, (_, tensors) in zip((0, 4 * D), seen, strict=False):
         assert tensors["x"].data_ptr() == qkv[..., at:].data_ptr()
         assert tensors["cos"].data_ptr() == cos.data_ptr()
         assert tensors["sin"].shape == (1, S, 1, D // 2)
     seen.clear()
     with torch.no_grad():
-        assert torch.equal(qk_norm_rope(qkv, *weights, cos, sin, HEADS)[0], q)
+        again = qk_norm_rope(qkv, *weights, cos, sin, HEADS, interleaved=interleaved)
+        assert torch.equal(again[0], q)
     assert [name for name, _ in seen] == names[:2]

@@ -23,6 +23,7 @@ from tests.support.attention_classes import (
     HIDDEN,
     WIDTH,
     Attention,
+    GatedAttention,
     GemmaAttention,
     MixedAttention,
     QueriesAttention,
@@ -54,6 +55,8 @@ def results(model: Any, of_turns: Any) -> list[torch.Tensor]:
 
 
 NAMES = ["q_norm", "k_norm", ""]
+COLUMNS = {Attention: WIDTH, GemmaAttention: WIDTH, GatedAttention: WIDTH // 4}
+"""Columns of a head that are rotated."""
 
 
 @pytest.mark.parametrize("name", ["q_norm", "k_norm"])
@@ -87,12 +90,12 @@ def test_norms_with_hooks_are_called(name: str, register: str, served: list[Any]
 
 
 @pytest.mark.parametrize("batch", [1, B])
-@pytest.mark.parametrize("kind", [Attention, GemmaAttention])
+@pytest.mark.parametrize("kind", COLUMNS)
 def test_queries_and_keys_are_normalized_and_rotated_at_once(
     kind: Any, batch: int, served: list[Any]
 ) -> None:
     model = filled(kind())
-    of_turns, state = turns(batch=batch), copy.deepcopy(model.state_dict())
+    of_turns, state = turns(COLUMNS[kind], batch), copy.deepcopy(model.state_dict())
     wanted = results(model, of_turns)
     assert normforge.patch(model, fuse=True) == NAMES
     served.clear()  # it was tried
@@ -130,13 +133,13 @@ def heads_of(model: Any, of_turns: Any, dtype: torch.dtype) -> list[torch.Tensor
     return seen
 
 
-@pytest.mark.parametrize("kind", [Attention, GemmaAttention])
+@pytest.mark.parametrize("kind", COLUMNS)
 def test_narrow_rows_are_rounded_once(kind: Any, served: list[Any]) -> None:
-    """The error of queries and keys against float64 is smaller."""
+    """The error of rotated queries and keys against float64 is smaller."""
     narrow = filled(kind()).bfloat16()
-    exact, of_turns = copy.deepcopy(narrow).double(), turns(dtype=torch.bfloat16)
-    wide = [one.double() for one in of_turns]
-    if kind is GemmaAttention:
+    of_turns = turns(COLUMNS[kind], dtype=torch.bfloat16)
+    exact, wide = copy.deepcopy(narrow).double(), [one.double() for one in of_turns]
+    if kind is not Attention:
         for norm in (exact.q_norm, exact.k_norm):
             norm.forward = lambda x, norm=norm: torch.nn.functional.rms_norm(
                 x, (WIDTH,), 1.0 + norm.weight, norm.eps
@@ -154,16 +157,18 @@ def test_narrow_rows_are_rounded_once(kind: Any, served: list[Any]) -> None:
     assert len(served) == 2
     for one, two, other in zip(found, before, wanted, strict=True):
         assert one.dtype == two.dtype
+        one, two, other = (given[..., : COLUMNS[kind]] for given in (one, two, other))
         assert (one.double() - other).norm() < 0.9 * (two.double() - other).norm()
 
 
 @pytest.mark.parametrize("kind", [Attention, GemmaAttention])
-def test_what_the_kernel_does_not_compute_stays_as_it_was(kind: Any, served: list[Any]) -> None:
-    """A part of the columns is rotated, or the results are wider than the rows."""
+def test_what_the_config_does_not_say_stays_as_it_was(kind: Any, served: list[Any]) -> None:
+    """Fewer columns are rotated than it says, or the results are wider than the rows."""
     models = [filled(kind()), filled(kind())]
     normforge.patch(models[0], fuse=True)
     served.clear()
     check(*(results(model, turns(WIDTH // 2)) for model in models))
+    assert served == []
     narrow = [model.bfloat16() for model in models]
     of_turns = turns()
     found, wanted = (heads_of(model, of_turns, torch.bfloat16) for model in narrow)
@@ -202,7 +207,7 @@ class Layers(torch.nn.Module):
 
 
 @pytest.mark.parametrize("by_layer", [False, True])
-@pytest.mark.parametrize("kind", [Attention, GemmaAttention])
+@pytest.mark.parametrize("kind", COLUMNS)
 def test_compiled_models_have_no_more_graphs_than_before(kind: Any, by_layer: bool) -> None:
     def graphs(patch: bool) -> tuple[int, list[torch.Tensor]]:
         torch._dynamo.reset()
@@ -214,9 +219,9 @@ def test_compiled_models_have_no_more_graphs_than_before(kind: Any, by_layer: bo
             for layer in model.layers:
                 layer.compile(backend=counter, fullgraph=True)
         x = randn(B, S, HIDDEN)
-        found = [compiled(x, turns(), None)[0]]
+        found = [compiled(x, turns(COLUMNS[kind]), None)[0]]
         with torch.no_grad():
-            found.append(compiled(x, turns(batch=B), None)[0])
+            found.append(compiled(x, turns(COLUMNS[kind], batch=B), None)[0])
         return counter.frame_count, found
 
     (before, wanted), (after, found) = graphs(False), graphs(True)
@@ -319,9 +324,10 @@ def test_heads_without_a_kernel_are_left_alone_on_a_gpu(
 ) -> None:
     asked = []
 
-    def explain(_: RowServer, *given: Any) -> dict[str, Any]:
-        asked.append(given[1:])
-        return {"kernel": None if given[1:] == (16, "fp32", "fp32") else "some"}
+    def explain(_: RowServer, *given: Any, rotation: str) -> dict[str, Any]:
+        asked.append((*given[1:], rotation))
+        missing = given[1:] == (16, "fp32", "fp32") or rotation
+        return {"kernel": None if missing else "some"}
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(RowServer, "explain", explain)
@@ -329,8 +335,12 @@ def test_heads_without_a_kernel_are_left_alone_on_a_gpu(
         assert normforge.patch(Attention(), fuse=True) == NAMES[:2]
         assert normforge.patch(Attention().bfloat16(), fuse=True) == NAMES
         assert normforge.patch(GemmaAttention().bfloat16(), fuse=True) == NAMES
+        assert normforge.patch(GatedAttention().bfloat16(), fuse=True) == NAMES[:2]
     assert "no kernel of rms_norm_rope serves heads of 16 columns here" in caplog.text
-    assert asked == [(16, "fp32", "fp32")] + [(16, "bf16", "bf16")] * 2 + [(16, "bf16", "fp32")] * 2
+    assert "serves heads of 16 columns, 4 of them rotated, here" in caplog.text
+    whole = [("fp32", "fp32"), *[("bf16", "bf16")] * 2, *[("bf16", "fp32")] * 2]
+    wanted = [(16, *dtypes, "") for dtypes in whole]
+    assert asked == [*wanted, (16, "bf16", "fp32", "rotary4")]
 
 
 def test_other_packages_fuse_nothing(package: Package, caplog: pytest.LogCaptureFixture) -> None:
@@ -342,12 +352,26 @@ def test_other_packages_fuse_nothing(package: Package, caplog: pytest.LogCapture
 
 # ---- Models of transformers ----------------------------------------------------------------------
 
+WITH_ATTENTION = {"layer_types": ["full_attention"] * 2}
+ROTATED: dict[str, dict[str, Any]] = {
+    "Qwen3": {},
+    "Gemma3": {},
+    "Glm4Moe": {"use_qk_norm": True, "first_k_dense_replace": 2},  # rotates half of the columns
+    "Qwen3_5": WITH_ATTENTION,  # and these a quarter
+    "Qwen3Next": {**WITH_ATTENTION, "mlp_only_layers": [0, 1]},
+}
+"""The models whose attention is served, and what else they are made with."""
 
-@pytest.mark.parametrize("name", ["Qwen3", "Gemma3", "Olmo2", "Olmo3"])
+
+def small_model(name: str) -> Any:
+    return model_of(name, head_dim=16, **ROTATED.get(name, {}))
+
+
+@pytest.mark.parametrize("name", [*ROTATED, "Olmo2", "Olmo3"])
 def test_models_of_transformers(
     name: str, served: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, ids = model_of(name, head_dim=16), torch.randint(1, 32, (2, 9))
+    model, ids = small_model(name), torch.randint(1, 32, (2, 9))
 
     wanted = step(model, ids)
     with caplog.at_level("INFO"):
@@ -364,22 +388,22 @@ def test_models_of_transformers(
     assert equal_bits(step(model, ids), wanted)
 
 
-@pytest.mark.parametrize("name", ["Qwen3", "Gemma3"])
+@pytest.mark.parametrize("name", ["Qwen3", "Gemma3", "Qwen3Next"])
 def test_models_of_transformers_generate_as_before(name: str) -> None:
-    model, ids = model_of(name, head_dim=16).eval(), torch.randint(1, 32, (2, 9))
+    model, ids = small_model(name).eval(), torch.randint(1, 32, (2, 9))
     given = {"max_new_tokens": 5, "do_sample": False}
     wanted = model.generate(ids, **given)
     normforge.patch(model, fuse=True)
     assert torch.equal(model.generate(ids, **given), wanted)
 
 
-@pytest.mark.parametrize("name", ["Qwen3", "Gemma3"])
+@pytest.mark.parametrize("name", ["Qwen3", "Gemma3", "Glm4Moe"])
 def test_models_of_transformers_compile_into_as_many_graphs(name: str) -> None:
     ids = torch.randint(1, 32, (2, 9))
 
     def graphs(fuse: bool) -> tuple[int, torch.Tensor]:
         torch._dynamo.reset()
-        counter, model = CompileCounter(), model_of(name, head_dim=16)
+        counter, model = CompileCounter(), small_model(name)
         normforge.patch(model, fuse=fuse)
         compiled = torch.compile(model, backend=counter, fullgraph=True)
         loss = compiled(ids, labels=ids, use_cache=False).loss

@@ -76,6 +76,35 @@ class Attention(nn.Module):
         return self.o_proj(y.reshape(*hidden_states.shape[:-1], -1)), scores
 
 
+class GatedAttention(Attention):
+    """Qwen3-Next's: the projection of the queries has gates, too, and some columns are rotated."""
+
+    norm = OffsetRMSNorm
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config.rope_parameters = {"rope_type": "default", "partial_rotary_factor": 0.25}
+        self.q_proj = nn.Linear(HIDDEN, 2 * HEADS * WIDTH, bias=False)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None,
+    ) -> Any:
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        q, gate = torch.chunk(self.q_proj(hidden_states).view(*shape[:-1], 2 * WIDTH), 2, dim=-1)
+        q = self.q_norm(q.view(shape)).transpose(1, 2)
+        k = self.k_norm(self.k_proj(hidden_states).view(shape)).transpose(1, 2)
+        v = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+        cos, sin = position_embeddings
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        attend = ATTENTIONS.get(self.config._attn_implementation, eager_attention_forward)
+        y, scores = attend(self, q, k, v, attention_mask, scaling=WIDTH**-0.5)
+        y = y.reshape(*hidden_states.shape[:-1], -1)
+        return self.o_proj(y * gate.reshape(y.shape).sigmoid()), scores
+
+
 class GemmaAttention(Attention):
     """The norms come behind the transpose, and add 1 to their weight."""
 

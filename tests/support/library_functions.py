@@ -29,9 +29,11 @@ GROUPS = {
 """The size of a group, and of the weight."""
 
 
-def turns(*shape: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
-    """cos and sin of random angles, the same for both halves of the columns of a head."""
-    angles = torch.randn(*shape, HEAD // 2, generator=torch.manual_seed(7), dtype=torch.float64)
+def turns(
+    *shape: int, dtype: torch.dtype = torch.float64, columns: int = HEAD
+) -> list[torch.Tensor]:
+    """cos and sin of random angles, the same for both halves of the columns that are rotated."""
+    angles = torch.randn(*shape, columns // 2, generator=torch.manual_seed(7), dtype=torch.float64)
     whole = torch.cat((angles, angles), -1)
     return [whole.cos().to(dtype), whole.sin().to(dtype)]
 
@@ -99,6 +101,15 @@ ROPE = Function(
     (rope_node.rms_norm_rope_forward, rope_node.rms_norm_rope_backward),
     turned=True,
 )
+NEIGHBOURS = Function(
+    lambda x, weight, cos, sin: (
+        rms_norm_rope(x, weight, cos[..., :2], sin[..., :2], EPS, 4, interleaved=True),
+    ),
+    lambda rows: [(B, rows, 4, HEAD), (HEAD,)],
+    rope_node.SERVED("*/rope+interleaved"),
+    (rope_node.rms_norm_rope_forward, rope_node.rms_norm_rope_backward),
+    turned=True,
+)
 PROJECTION = Function(
     lambda *given: (torch.cat(qk_norm_rope(*given, HEADS, EPS), -2),),
     lambda rows: [(B, rows, 8 * HEAD), (HEAD,), (HEAD,)],
@@ -115,7 +126,7 @@ GATED = {
 }
 FUNCTIONS = {
     **GATED,
-    **{"rope": ROPE, "projection": PROJECTION},
+    **{"rope": ROPE, "neighbours": NEIGHBOURS, "projection": PROJECTION},
     **{form: quantized(form) for form in FORMATS},
 }
 ONE_OF_EACH = ["silu, norm first, whole rows", "rope", "projection", *FORMATS]
