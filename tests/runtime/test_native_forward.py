@@ -157,6 +157,7 @@ OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
     "x shifted": lambda: inputs(x=shifted(6, 1024)),
     "weight shifted": lambda: inputs(weight=shifted(1024)),
     "residual": lambda: inputs(residual=rows(seed=4)),
+    "residual spread": lambda: inputs(residual=spread(6, 1024)),
     "residual of another dtype": lambda: inputs(residual=rows(seed=4).float()),
     "x spread": lambda: inputs(x=spread(6, 1024)),
     "x turned": lambda: inputs(x=rows(1024, 6).T),
@@ -193,18 +194,20 @@ def test_forward_that_differs_in_one_thing_is_left_to_python(
 
 
 @pytest.mark.parametrize(
-    "name", ["x shifted", "weight shifted", "x spread", "x repeated", "no weight"]
+    "name",
+    ["x shifted", "weight shifted", "x spread", "x repeated", "no weight", "residual spread"],
 )
 def test_forwards_that_are_not_plain_teach_nothing(
     machine: Machine, package: Any, name: str
 ) -> None:
     one, never = package(), package(on=False)
     repeated = inputs(x=rows(3).expand(2, 3, 1024))
+    plain = inputs(residual=rows(seed=4)) if name == "residual spread" else inputs()
     learned(one, function, **(repeated if name == "x repeated" else OTHERS[name]()))
-    assert who_served(machine, lambda: function(one, **inputs()))[:2] == (0, 1)
-    learned(one, function)
-    found = function(one, **inputs())
-    assert equal_bits(list(found), list(function(never, **inputs())))
+    assert who_served(machine, lambda: function(one, **plain))[:2] == (0, 1)
+    learned(one, function, **plain)
+    found = function(one, **plain)
+    assert equal_bits(list(found), list(function(never, **plain)))
 
 
 @calls
