@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from math import exp
 from pathlib import Path
 from statistics import fmean
@@ -25,6 +26,7 @@ from generator.evaluate.predict.fitted import (
     load_fitted,
     model_revision,
 )
+from generator.evaluate.predict.model import floor_us
 from generator.evaluate.predict.prior import CARRIED, agreement
 from generator.paths import GENERATED
 from generator.problem import Problem
@@ -35,7 +37,7 @@ from generator.studies.records import INCUMBENT_STAYS, study_name
 from generator.studies.storage import JOURNAL_NAME, open_storage
 from generator.target import find_target
 from tests.support.searches import search, won
-from tests.support.synthetic import FakeEvaluator, cost
+from tests.support.synthetic import FLOOR_US, PROBLEM, TARGET, FakeEvaluator, cost
 
 SPACE = load_space()
 FITTED = load_fitted()
@@ -76,6 +78,18 @@ def test_a_shape_may_get_a_kernel_that_is_never_predicted_and_the_model_stays(
     (now,) = read_shapes([folder])
     assert len(before[0].trials) <= len(now.trials) < 36
     assert all(config[knob] != value for config in (now.won, *(t.config for t in now.trials)))
+
+
+def test_times_over_a_floor_without_the_residual_are_over_one_with_it(tmp_path: Path) -> None:
+    """Earlier versions had such floors, and what is predicted is over the longer one."""
+    folder, problem = tmp_path / "h200", replace(PROBLEM, residual="bf16")
+    folder.mkdir()
+    search(open_storage(folder / JOURNAL_NAME), trials=20, problem=problem)
+    (shape,) = read_shapes([folder])
+    longer = floor_us(problem, TARGET) / floor_us(PROBLEM, TARGET)
+    assert shape.floor_us == pytest.approx(FLOOR_US * longer) and longer > 1.1
+    for trial in shape.trials:
+        assert exp(trial.log_ratio) * longer == pytest.approx(cost(trial.variant))
 
 
 @pytest.mark.parametrize("name", ["widths", "gpus", "layernorm"])
