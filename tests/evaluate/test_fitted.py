@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from math import exp
+from math import exp, log
 from pathlib import Path
 from statistics import fmean
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from benchmarks.pages.text import read
 from benchmarks.prediction.fit import examples, fit_all
 from benchmarks.prediction.score import least, score
-from benchmarks.prediction.shapes import MEASURED, Shape, digests_of, physical, read_shapes
+from benchmarks.prediction.shapes import MEASURED, Shape, Trial, digests_of, physical, read_shapes
 from generator.cli.pack import pack
 from generator.evaluate.predict.correction import BOUND
 from generator.evaluate.predict.evaluator import Predictor
@@ -28,6 +28,8 @@ from generator.evaluate.predict.fitted import (
 )
 from generator.evaluate.predict.model import floor_us
 from generator.evaluate.predict.prior import CARRIED, agreement
+from generator.kernels.ptxas import Resources
+from generator.kernels.variant import make_variant
 from generator.paths import GENERATED
 from generator.problem import Problem
 from generator.result import Result
@@ -36,7 +38,7 @@ from generator.space.load import UNPREDICTED, load_space
 from generator.studies.records import INCUMBENT_STAYS, study_name
 from generator.studies.storage import JOURNAL_NAME, open_storage
 from generator.target import find_target
-from tests.support.searches import search, won
+from tests.support.searches import DETERMINISTIC, search, won
 from tests.support.synthetic import FLOOR_US, PROBLEM, TARGET, FakeEvaluator, cost
 
 SPACE = load_space()
@@ -100,6 +102,16 @@ def test_committed_scores_are_of_the_studies_that_the_fit_saw(name: str) -> None
         assert found["studies"] == FITTED.studies, f"{gpu}: docs/prediction.md has the commands"
     if name == "layernorm":
         assert scores["h200"]["facts"]["error_at_choices"] == FITTED.errors["layernorm_backward"]
+
+
+@pytest.mark.parametrize(("fastest", "slowdown"), [(0, 0.0), (4, 0.0), (5, 1.0)])
+def test_the_best_of_five_is_of_five_different_trials(fastest: int, slowdown: float) -> None:
+    variant = make_variant(DETERMINISTIC[0], PROBLEM)
+    trial = Trial(variant, Resources(32, 0, 0, 0), log(2.0), True)
+    trials = [replace(trial, log_ratio=log(1.0 + (place != fastest))) for place in range(7)]
+    shape = Shape(PROBLEM, TARGET, tuple(trials), variant.config, FLOOR_US)
+    found = score(shape, [1.0 + place for place in range(7)], least)
+    assert (found.of_five, found.first) == (slowdown, float(fastest != 0))
 
 
 @pytest.mark.slow
