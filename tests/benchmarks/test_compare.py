@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,22 +11,20 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import harness
+from benchmarks import compare, harness
 from benchmarks.compare import TUNED, main
-from benchmarks.comparison import Comparison, Plan, load_module, load_peers, make_row
+from benchmarks.comparison import Comparison, Plan, load_module, load_peers
 from benchmarks.goals import best_peer, geometric_mean, goals
-from benchmarks.harness import BLOCKS, Cell, Contender, Entrant, ShapeRun, repeats, short_name
+from benchmarks.harness import Contender, short_name
 from benchmarks.peers import PEERS, choose_peers
 from benchmarks.peers.pytorch import decomposed_backward
 from benchmarks.report import markdown, missing_sentence
 from benchmarks.results import Results, Row, json_text, problem_of, write_json
 from generator.errors import NormforgeError
-from generator.evaluate.verify.determinism import RUNS
-from generator.operations import OPERATIONS
-from generator.operations.rmsnorm_backward import Inputs, make_inputs
+from generator.operations.rmsnorm_backward import make_inputs
 from generator.problem import Problem, load_problems
 from normforge.serve.reference import reference_backward
-from tests.support.comparison import ENVIRONMENT, CpuTimer, cell, row
+from tests.support.comparison import ENVIRONMENT, cell, row
 
 EVERY = load_problems("compare")
 
@@ -216,6 +213,7 @@ def test_a_peer_that_is_not_installed_is_reported_and_left_out() -> None:
         raise ImportError("libcuda.so.1: no such file")
 
     present = replace(peer, needs=("torch",), load=broken)
+    good: Any = object()
     there = replace(present, name="cudnn", load=lambda timer: good, overwrites_dy=True)
     found, missing = load_peers([absent, present, there], None)  # type: ignore[arg-type]
     assert found == {"cudnn": Contender(good, overwrites_dy=True)}
@@ -356,206 +354,31 @@ def test_the_compiled_formula_is_the_backward() -> None:
         torch.testing.assert_close(out, expected, rtol=2**-7, atol=1e-5)
 
 
-def good(inputs: Inputs) -> Any:
-    return lambda: reference_backward(inputs.dy, inputs.x, inputs.rstd, inputs.weight)
-
-
-def in_place(inputs: Inputs) -> Any:
-    def run() -> tuple[torch.Tensor, torch.Tensor]:
-        dx, dw = good(inputs)()
-        return inputs.dy.copy_(dx), dw
-
-    return run
-
-
-def restless(inputs: Inputs) -> Any:
-    calls = iter(range(1000))
-
-    def run() -> tuple[torch.Tensor, torch.Tensor]:
-        dx, dw = good(inputs)()
-        dw[0] += next(calls) % 2
-        return dx, dw
-
-    return run
-
-
-def refuses(inputs: Inputs) -> Any:
-    raise RuntimeError("N is\ntoo wide")
-
-
-def narrow(inputs: Inputs) -> Any:
-    def run() -> tuple[torch.Tensor, torch.Tensor]:
-        dx, dw = good(inputs)()
-        return dx, dw.double()
-
-    return run
-
-
-def not_a_number(inputs: Inputs) -> Any:
-    def run() -> tuple[torch.Tensor, torch.Tensor]:
-        dx, dw = good(inputs)()
-        return dx * float("nan"), dw
-
-    return run
-
-
-def test_an_overwritten_dy_is_restored_before_each_run() -> None:
-    inputs = make_inputs(Problem.parse("16x64:bf16"), torch.device("cpu"))
-    assert repeats(Entrant(Contender(in_place, overwrites_dy=True), inputs))
-
-
-@pytest.mark.parametrize("output", ["dx", "dw"])
-@pytest.mark.parametrize("other", [0, 1, RUNS - 1])
-@pytest.mark.parametrize("reuses", [False, True])
-def test_one_bit_in_one_run_is_seen(output: str, other: int, reuses: bool) -> None:
-    """Also of one that writes into the same tensors in every call."""
-    inputs = make_inputs(Problem.parse("16x64:bf16"), torch.device("cpu"))
-    made, kept, calls = good(inputs)(), good(inputs)(), count()
-
-    def run() -> tuple[torch.Tensor, ...]:
-        outputs = kept if reuses else tuple(out.clone() for out in made)
-        for out, right in zip(outputs, made, strict=True):
-            out.copy_(right)
-        if next(calls) == other:
-            outputs[output == "dw"].view(torch.int16).view(-1)[-1] ^= 1
-        return outputs
-
-    assert not repeats(Entrant(Contender(lambda inputs: run), inputs))
-    assert repeats(Entrant(Contender(lambda inputs: run), inputs)), "later ones are all the same"
-
-
-@pytest.mark.parametrize(
-    ("operation", "place", "error"),
-    [
-        # 2^-3 of the whole output.
-        ("rmsnorm_backward", 0, {"dx": 0.125, "dw": 0.0}),
-        ("rmsnorm_backward", 1, {"dx": 0.0, "dw": 0.125}),
-        # Of LayerNorm's two sums, which are judged as one, the second one alone.
-        ("layernorm_backward", 2, {"dx": 0.0, "dw": None}),
-    ],
-)
-def test_an_error_is_that_of_its_output(
-    monkeypatch: pytest.MonkeyPatch, operation: str, place: int, error: dict[str, float | None]
+@pytest.mark.parametrize(("left", "ours_us", "code"), [(0, 9.0, 0), (2, 9.0, 1), (0, None, 1)])
+def test_the_exit_code_says_whether_every_shape_has_a_time_of_ours(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, left: int, ours_us: float | None, code: int
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    problem = Problem.parse("16x64:fp32", operation)
-    share = []
+    class Measured:
+        def measure(self, results: Results) -> int:
+            results.put({**row(EVERY[0]), "ours_us": ours_us})
+            return left
 
-    def off(inputs: Inputs) -> Any:
-        exact = OPERATIONS[operation].bounds(problem, inputs)
-        dx, dw = (exact[name].reference.float() for name in ("dx", "dw"))
-        outputs = [dx, *dw.split(problem.N)]
-        share.append(float(outputs[-1].norm() / dw.norm()))
-        outputs[place] = outputs[place] * 1.125
-        return lambda: tuple(outputs)
+        def record_paths(self, results: Results) -> None:
+            pass
 
-    run = ShapeRun(problem, {"off": Contender(off)}, CpuTimer())  # type: ignore[arg-type]
-    run.run()
-    wanted = {name: 0.125 * share[0] if of is None else of for name, of in error.items()}
-    found = {"dx": run.cells["off"].error_dx, "dw": run.cells["off"].error_dw}
-    assert found == pytest.approx(wanted, rel=1e-5, abs=1e-6)
-
-
-def test_a_contender_that_fails_gets_its_reason_and_the_others_go_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    problem = Problem.parse("16x64:bf16")
-    contenders = {
-        "ours": Contender(good),
-        "in_place": Contender(in_place, overwrites_dy=True),
-        "restless": Contender(restless),
-        "refuses": Contender(refuses),
-        "narrow": Contender(narrow),
-        "not_a_number": Contender(not_a_number),
-    }
-    run = ShapeRun(problem, contenders, CpuTimer())  # type: ignore[arg-type]
-    assert run.run() == 100.0
-    cells = run.cells
-    assert [cells[name].us for name in ("ours", "in_place", "restless")] == [101.0, 102.0, 103.0]
-    assert cells["ours"].deterministic
-    assert cells["in_place"].deterministic
-    assert cells["restless"].deterministic is False
-    assert cells["in_place"].error_dx == cells["ours"].error_dx
-    assert cells["in_place"].error_dx is not None
-    assert 0 < cells["in_place"].error_dx < 2**-8
-    assert cells["refuses"] == Cell(reason="RuntimeError: N is too wide")
-    assert cells["narrow"].reason == "ValueError: dw is (64,) of torch.float64"
-    assert cells["not_a_number"].reason == "ValueError: dx is not finite"
-    assert cells["narrow"].us is None
-
-    made = make_row(problem, 100.0, cells, {"how": "tuned", "strategy": "atomic"})
-    assert (made["ours_us"], made["strategy"]) == (101.0, "atomic")
-    assert set(made["peers"]) == set(contenders) - {"ours"}
-    json.dumps(made, allow_nan=False)
-
-
-def test_an_fp32_weight_is_timed_in_the_same_blocks_as_one_of_xs_dtype(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    seen = []
-
-    def backward(dy: Any, x: Any, rstd: Any, weight: Any) -> Any:
-        seen.append(weight.dtype)
-        return reference_backward(dy, x, rstd, weight)
-
-    module: Any = SimpleNamespace(
-        rmsnorm_backward=backward, explain=lambda *shape: {"how": "tuned"}
-    )
-    plan = Plan((), frozenset(), tuple(choose_peers("quack")), until=0.0)
-    timer: Any = CpuTimer()
-    comparison = Comparison(plan, {"quack": Contender(good)}, module, timer)
-    made = comparison.measure_shape(Problem.parse("16x64:bf16:fp32"))
-    assert (made["ours_us"], made["peers"]["quack"]["us"]) == (101.0, 102.0)
-    assert made["plain_weight_us"] == 103.0
-    assert seen.count(torch.bfloat16) == BLOCKS
-    seen.clear()
-    assert comparison.measure_shape(Problem.parse("16x64:bf16"))["plain_weight_us"] is None
-    assert set(seen) == {torch.bfloat16}
-
-
-def test_what_cannot_be_captured_is_timed_by_events_and_says_so(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(harness, "event_time", lambda entrant, timer: 55.0)
-    problem = Problem.parse("16x64:bf16")
-
-    uncapturable = []
-
-    class Capturing(CpuTimer):
-        def block(self, operations: list[Any], rounds: int) -> list[list[float]]:
-            if any(call in uncapturable for calls in operations for call in calls):
-                raise RuntimeError("operation not permitted when stream is capturing")
-            return super().block(operations, rounds)
-
-    def late(inputs: Inputs) -> Any:
-        uncapturable.append(good(inputs))
-        return uncapturable[-1]
-
-    run = ShapeRun(
-        problem,
-        {"ours": Contender(good), "late": Contender(late)},
-        Capturing(),  # type: ignore[arg-type]
-    )
-    run.run()
-    assert (run.cells["ours"].us, run.cells["ours"].timed) == (101.0, "graph")
-    assert (run.cells["late"].us, run.cells["late"].timed) == (55.0, "events")
-
-
-def test_a_lost_gpu_ends_the_run_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lost() -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    monkeypatch.setattr(torch.cuda, "synchronize", lost)
-    run = ShapeRun(
-        Problem.parse("16x64:bf16"),
-        {"quack": Contender(good)},
-        CpuTimer(),  # type: ignore[arg-type]
-    )
-    with pytest.raises(NormforgeError, match="quack on 16x64:bf16 left the GPU unusable"):
-        run.run()
+    for name, fake in {
+        "load_module": None,
+        "operation_of_package": "rmsnorm_backward",
+        "_set_environment": None,
+        "open_session": SimpleNamespace(facts={}, timer=None),
+        "load_peers": ({}, {}),
+        "describe": ENVIRONMENT,
+        "prepare": None,
+        "Comparison": Measured(),
+        "write_page": None,
+    }.items():
+        monkeypatch.setattr(compare, name, lambda *_, fake=fake: fake)
+    assert main(["--module", "package", "--out", str(tmp_path / "h200.json")]) == code
 
 
 def test_a_results_file_is_written_where_its_name_leads(tmp_path: Path) -> None:

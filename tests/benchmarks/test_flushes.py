@@ -196,3 +196,15 @@ def test_bad_input_is_one_sentence(
     said = capsys.readouterr().err
     assert said.startswith("flushes.py: ") and says in said and said.count("\n") == 1
     assert not out.exists()
+
+
+def test_a_peer_that_would_overwrite_what_all_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peers = {name: SimpleNamespace(overwrites_dy=name == "theirs") for name in ("good", "theirs")}
+    session = SimpleNamespace(timer=None)
+    monkeypatch.setattr(flushes, "choose_peers", list)
+    monkeypatch.setattr(flushes, "open_gpu", lambda *_: (session, None))
+    monkeypatch.setattr(flushes, "load_peers", lambda *_: (peers, {}))
+    assert flushes.main(["--out", str(tmp_path / "out.json")]) == 2
+    assert "flushes.py: theirs would overwrite dy" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from collections.abc import Callable
+from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,7 +15,7 @@ import torch
 
 from benchmarks import layouts
 from benchmarks.layout_candidates import BRACKETS, LONG, SIZES, TIMED_ELEMENTS, Group, draw
-from benchmarks.layouts import ROUNDS, LayoutSession, refusals, run
+from benchmarks.layouts import ROUNDS, LayoutSession, refusals, run, summary
 from benchmarks.pages.text import read
 from benchmarks.results import json_text
 from generator.evaluate.gpu.protocol import Job, WorkerLostError
@@ -116,6 +117,18 @@ def test_refused_candidates_carry_their_reason(target: Target) -> None:
     assert {job.kind for job in gpu.jobs} == {"accuracy"}
     checked = [(job.problem.M, job.candidates[0].spec.name) for job in gpu.jobs]
     assert checked.count((777, good.id)) == 2 and checked.count((777, deadly.id)) == 1
+
+
+def test_a_group_compares_its_layouts_and_has_atens_times_beside(target: Target) -> None:
+    group = Group(4, 512, "bf16")
+    two, problems = draw(group, target, 2, seed=0), len(group.problems())
+    ratios = [[1.0, 2.0, 0.5], *[[3.0, 2.0, 0.5]] * (problems - 1)]
+    found = summary(group, two, [9.0] * problems, ratios, ["wrong: dx", "spills: 8", "wrong: dw"])
+    rows = sorted((*found["best"], *filter(None, [found.get("in_a_row")])), key=itemgetter("worst"))
+    assert [row["worst"] for row in rows] == [1.5, 2.0]
+    assert [row["ratios"][:2] for row in rows] == [[1.0, 3.0], [2.0, 2.0]]
+    assert (found["aten"], found["timed"]) == ([0.5] * problems, 2)
+    assert found["refused"] == {"wrong": 2, "spills": 1}
 
 
 def test_aten_is_timed_last() -> None:

@@ -75,6 +75,8 @@ def test_summary_has_means_and_names_what_became_slower() -> None:
     assert "2 shapes, geometric means: before 1.0000, after 1.0000, after over before 1.0" in first
     assert first.endswith("slower by more than 1 %: b 2.000")
     assert second.endswith("slower by more than 1 %: none")
+    (edge, _) = packages.summary([row_of("a", 1.01), row_of("b", 1.011)]).splitlines()
+    assert edge.endswith("slower by more than 1 %: b 1.011")
     assert "after over before 0.7071" in packages.summary([row_of("a", 0.5), row_of("b", 1.0)])
 
 

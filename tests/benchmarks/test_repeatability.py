@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ from tests.support.fake_supervisor import H200_FACTS, FakeSupervisor
 from tests.support.synthetic import PROBLEM, TARGET, FakeEvaluator, FakePool
 
 OTHER = Problem.parse("4096x2048:bf16")
+TWIN = replace(PROBLEM, weight_dtype="fp32")
 CHAMPION = next(
     config
     for config in LegalConfigs(little_space(), PROBLEM, TARGET).first(100)
@@ -53,10 +55,10 @@ class Gpu(FakeSupervisor):
 
 @pytest.fixture(scope="module")
 def studies(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Committed studies of two shapes, whose winners are not the champion."""
+    """Committed studies of three problems, whose winners are not the champion."""
     folder = tmp_path_factory.mktemp("studies")
     storage = open_storage(folder / "studies.journal")
-    for problem in (PROBLEM, OTHER):
+    for problem in (PROBLEM, OTHER, TWIN):
         legal = LegalConfigs(little_space(), problem, TARGET)
         assert search_problem(legal, FakePool(), FakeEvaluator(), storage, Budget(200))
     return folder
@@ -115,7 +117,7 @@ def test_finals_and_searches_are_held_again_in_fresh_processes(bench: Bench) -> 
 def test_a_search_knows_nothing_of_its_own_shape(bench: Bench) -> None:
     bench.run("--shapes", f"{PROBLEM},{OTHER}", "--repeats", "1", "--searches", "2")
     assert bench.seeds == [0, 1, 0, 1]
-    assert bench.known == [{OTHER}, {OTHER}, {PROBLEM}, {PROBLEM}]
+    assert bench.known == [{OTHER}, {OTHER}, {PROBLEM, TWIN}, {PROBLEM, TWIN}]
 
 
 def test_a_run_out_of_time_goes_on_where_it_was(bench: Bench) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import hypot, inf
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 
 import pytest
 import yaml
@@ -352,7 +352,8 @@ def test_the_comparison_counts_what_its_searches_found(recording: Recording) -> 
     assert tuple(row.name for row in compared) == names
     paths = [at_random(Replayed(recording), 40, seed) for seed in range(4)]
     reached = [recording.optimum / min(path[:10]) for path in paths]
-    assert compared[0].reached[0] == pytest.approx(sum(reached) / 4)
+    assert compared[0].reached[0] == pytest.approx(mean(reached))
+    assert compared[0].errors[0] == pytest.approx(stdev(reached) / 2)
     assert compared[0].close[0] == sum(share >= 1 / (1 + CLOSE) for share in reached) / 4
     assert all(row.reached == tuple(sorted(row.reached)) for row in compared)
     assert "this tuner" in table(recording, compared, (10, 40))

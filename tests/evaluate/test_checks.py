@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from types import SimpleNamespace
 from typing import Any, cast
@@ -63,13 +64,14 @@ class Formula:
         weight = torch.ones(N, dtype=x.dtype) if inputs.weight is None else inputs.weight
         dx, dw = reference_backward(dy, x, inputs.rstd, weight, dw_dtype=torch.float32)
         places = {"dx": outputs["dx"], "dw": outputs["dw"]}
+        before = {name: None if out is None else out.clone() for name, out in places.items()}
         if places["dx"] is not None:
             places["dx"].copy_(dx)
         if places["dw"] is not None:
             assert dw is not None
             places["dw"].copy_(places["dw"] + dw if dw_mode == DW_ADDED else dw)
         self.mistake({**places, "mode": dw_mode, "packed": inputs.x.dim() == 3, "in": inputs,
-                      "workspace": workspace})  # fmt: skip
+                      "workspace": workspace, "before": before})  # fmt: skip
 
 
 def bench(mistake: Mistake = lambda call: None) -> Bench:
@@ -85,13 +87,33 @@ def bump(tensor: torch.Tensor | None) -> None:
     tensor.view(-1)[3] += 1
 
 
+OF_OPTIONS: dict[str, tuple[Callable[[dict[str, Any]], bool], str, str]] = {
+    "without dw": (lambda c: c["dw"] is None, "dx", "dx of a call without dw"),
+    "without dx": (lambda c: c["dx"] is None, "dw", "dw of a call without dx"),
+    "fp32": (lambda c: c["mode"] == 1, "dw", "dw as fp32 does not round to dw"),
+    "added": (lambda c: c["mode"] == 2, "dw", "dw added to a buffer is not"),
+    "no weight": (lambda c: c["in"].weight is None, "dw", "a call without weight"),
+    "packed": (lambda c: c["packed"], "dx", "packed heads"),
+}
+"""Calls with an option, an output that they have, and what is said where it is wrong."""
+
+
+def wrong(name: str, call: dict[str, Any]) -> None:
+    asked, output, _ = OF_OPTIONS[name]
+    if asked(call):
+        bump(call[output])
+
+
+def unwritten(name: str, call: dict[str, Any]) -> None:
+    asked, output, _ = OF_OPTIONS[name]
+    if asked(call):
+        call[output].copy_(call["before"][output])
+
+
 MISTAKES: dict[str, tuple[Mistake, str]] = {
-    "without dw": (lambda c: c["dw"] is None and bump(c["dx"]), "dx of a call without dw"),
-    "without dx": (lambda c: c["dx"] is None and bump(c["dw"]), "dw of a call without dx"),
-    "fp32": (lambda c: c["mode"] == 1 and bump(c["dw"]), "dw as fp32 does not round to dw"),
-    "added": (lambda c: c["mode"] == 2 and bump(c["dw"]), "dw added to a buffer is not"),
-    "no weight": (lambda c: c["in"].weight is None and bump(c["dw"]), "a call without weight"),
-    "packed": (lambda c: c["packed"] and bump(c["dx"]), "packed heads"),
+    f"{mistake.__name__}, {name}": (partial(mistake, name), said)
+    for name, (*_, said) in OF_OPTIONS.items()
+    for mistake in (wrong, unwritten)
 }
 
 
@@ -100,7 +122,7 @@ def test_call_options_of_a_right_kernel_pass() -> None:
 
 
 def test_packed_rows_are_not_asked_of_a_kernel_that_does_not_take_them() -> None:
-    mistake, _ = MISTAKES["packed"]
+    mistake, _ = MISTAKES["wrong, packed"]
     assert check_call_options(bench(mistake), INPUTS, SIGNATURE, packs=False) == ""
     for N, packs in ((1024, True), (1023, False)):
         assert Candidate(b"", replace(SPEC, N=N)).packs is packs

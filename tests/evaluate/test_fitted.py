@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from math import exp
+from dataclasses import replace
+from math import exp, log
 from pathlib import Path
 from statistics import fmean
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from benchmarks.pages.text import read
 from benchmarks.prediction.fit import examples, fit_all
 from benchmarks.prediction.score import least, score
-from benchmarks.prediction.shapes import MEASURED, Shape, digests_of, physical, read_shapes
+from benchmarks.prediction.shapes import MEASURED, Shape, Trial, digests_of, physical, read_shapes
 from generator.cli.pack import pack
 from generator.evaluate.predict.correction import BOUND
 from generator.evaluate.predict.evaluator import Predictor
@@ -25,7 +26,10 @@ from generator.evaluate.predict.fitted import (
     load_fitted,
     model_revision,
 )
+from generator.evaluate.predict.model import floor_us
 from generator.evaluate.predict.prior import CARRIED, agreement
+from generator.kernels.ptxas import Resources
+from generator.kernels.variant import make_variant
 from generator.paths import GENERATED
 from generator.problem import Problem
 from generator.result import Result
@@ -34,8 +38,8 @@ from generator.space.load import UNPREDICTED, load_space
 from generator.studies.records import INCUMBENT_STAYS, study_name
 from generator.studies.storage import JOURNAL_NAME, open_storage
 from generator.target import find_target
-from tests.support.searches import search, won
-from tests.support.synthetic import FakeEvaluator, cost
+from tests.support.searches import DETERMINISTIC, search, won
+from tests.support.synthetic import FLOOR_US, PROBLEM, TARGET, FakeEvaluator, cost
 
 SPACE = load_space()
 FITTED = load_fitted()
@@ -78,6 +82,18 @@ def test_a_shape_may_get_a_kernel_that_is_never_predicted_and_the_model_stays(
     assert all(config[knob] != value for config in (now.won, *(t.config for t in now.trials)))
 
 
+def test_times_over_a_floor_without_the_residual_are_over_one_with_it(tmp_path: Path) -> None:
+    """Earlier versions had such floors, and what is predicted is over the longer one."""
+    folder, problem = tmp_path / "h200", replace(PROBLEM, residual="bf16")
+    folder.mkdir()
+    search(open_storage(folder / JOURNAL_NAME), trials=20, problem=problem)
+    (shape,) = read_shapes([folder])
+    longer = floor_us(problem, TARGET) / floor_us(PROBLEM, TARGET)
+    assert shape.floor_us == pytest.approx(FLOOR_US * longer) and longer > 1.1
+    for trial in shape.trials:
+        assert exp(trial.log_ratio) * longer == pytest.approx(cost(trial.variant))
+
+
 @pytest.mark.parametrize("name", ["widths", "gpus", "layernorm"])
 def test_committed_scores_are_of_the_studies_that_the_fit_saw(name: str) -> None:
     """A page then does not show how an older model ranks."""
@@ -86,6 +102,16 @@ def test_committed_scores_are_of_the_studies_that_the_fit_saw(name: str) -> None
         assert found["studies"] == FITTED.studies, f"{gpu}: docs/prediction.md has the commands"
     if name == "layernorm":
         assert scores["h200"]["facts"]["error_at_choices"] == FITTED.errors["layernorm_backward"]
+
+
+@pytest.mark.parametrize(("fastest", "slowdown"), [(0, 0.0), (4, 0.0), (5, 1.0)])
+def test_the_best_of_five_is_of_five_different_trials(fastest: int, slowdown: float) -> None:
+    variant = make_variant(DETERMINISTIC[0], PROBLEM)
+    trial = Trial(variant, Resources(32, 0, 0, 0), log(2.0), True)
+    trials = [replace(trial, log_ratio=log(1.0 + (place != fastest))) for place in range(7)]
+    shape = Shape(PROBLEM, TARGET, tuple(trials), variant.config, FLOOR_US)
+    found = score(shape, [1.0 + place for place in range(7)], least)
+    assert (found.of_five, found.first) == (slowdown, float(fastest != 0))
 
 
 @pytest.mark.slow

@@ -224,9 +224,12 @@ def test_entries_that_must_not_be_emitted(package: Path) -> None:
 def test_batch_invariant_kernels_of_a_width_add_in_one_order(
     package: Path, change: dict[str, int]
 ) -> None:
-    """A kernel of another order would change bits with the number of rows."""
+    """A kernel of another order would change bits with the number of rows. Each width and dtype has
+    its own."""
     operation = "rmsnorm_invariant_backward"
-    short, long = load_problems("4096x4096:bf16,8192x4096:bf16", operation)
+    short, long, wide = load_problems(
+        "4096x4096:bf16,8192x4096:bf16,8192x4096:bf16:fp32", operation
+    )
     config = load_space(space_file(operation)).normalize({"pipeline": "direct"}, short, H200)
 
     def invariant(problem: Problem, **knobs: int) -> Entry:
@@ -235,8 +238,11 @@ def test_batch_invariant_kernels_of_a_width_add_in_one_order(
         return replace(entry("4096x1024:bf16"), problem=problem, variant=variant, compiled=made)
 
     put(package, invariant(short), invariant(long), fallback=[])
-    with pytest.raises(NormforgeError, match=r"dx and dw of 8192x4096.* other bits than those of"):
-        put(package, invariant(long, **change), fallback=[])
+    for other in (long, wide):
+        with pytest.raises(NormforgeError, match=r"dx and dw of 8192x4096.* other bits than those"):
+            put(package, invariant(other, **change), fallback=[])
+    others = load_problems("8192x2048:bf16,8192x4096:fp16,8192x4096:fp32", operation)
+    put(package, *(invariant(other, **change) for other in others), fallback=[])
 
 
 def test_package_of_another_gpu_is_left_alone(package: Path) -> None:

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from generator.kernels.forward import (
     ForwardVariant,
 )
 from generator.kernels.nvrtc import Compiled
-from generator.package.emit import emit_package
+from generator.package.emit import _check_arithmetic, emit_package
 from generator.package.entries import Entry, Forwards
 from generator.package.fallback_kernels import DTYPES
 from generator.problem import Problem
@@ -124,6 +125,21 @@ def test_one_source_of_a_form_is_written_and_stays_while_its_kernel_does(package
     other = replace(forward, variant=second.variant, compiled=second.compiled)
     emit_package([], [], H200, package, Forwards((other,), fallbacks))
     assert source() == min(first.variant.id, second.variant.id)
+
+
+@pytest.mark.parametrize("name", ["cluster", "threads_per_row", "vector_bytes", "form"])
+def test_forwards_beside_batch_invariant_kernels_add_in_one_order(package: Path, name: str) -> None:
+    table = ForwardTable.load(package)
+    assert table is not None
+    (entry,) = table.tuned
+    changed = replace(entry.kernel, config={**entry.kernel.config, name: "another"})
+    other = replace(entry, M=64, kernel=changed)
+    kernel = SimpleNamespace(spec=SimpleNamespace(run_rows=16))
+    invariant: Any = SimpleNamespace(kernels=lambda: [kernel], tuned=())
+    for beside in (replace(entry, M=64), replace(other, N=2048), replace(other, dtype="fp16")):
+        _check_arithmetic(invariant, replace(table, tuned=(entry, beside)))
+    with pytest.raises(NormforgeError, match="y of 64x1024:bf16 would have other bits than those"):
+        _check_arithmetic(invariant, replace(table, tuned=(entry, other)))
 
 
 def test_package_without_a_forward_table_loads_and_a_damaged_one_says_so(package: Path) -> None:

@@ -57,19 +57,21 @@ class TanhRMSNormGated(NormThenGate):
 
 
 class MambaRMSNormGated(nn.Module):
-    """The norm of transformers' Mamba 2 and Zamba 2: groups, and results as wide as the weight."""
+    """The norm of transformers' Mamba 2 and Zamba 2: groups, and results as wide as the weight.
+    said: the attribute that says how many there are, or else how wide they are."""
 
-    def __init__(self, group_size: int = WIDTH) -> None:
+    def __init__(self, columns: int = WIDTH, said: str = "") -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.linspace(0.5, 2, WIDTH))
-        self.eps, self.group_size = 1e-5, group_size
+        self.eps, self.columns = 1e-5, columns
+        setattr(self, said or "group_size", WIDTH // columns if said else columns)
 
     def forward(self, hidden_states: torch.Tensor, gate: Any = None) -> torch.Tensor:
         dtype = hidden_states.dtype
         rows = hidden_states.float()
         if gate is not None:
             rows = rows * functional.silu(gate.float())
-        groups = rows.view(*rows.shape[:-1], -1, self.group_size)
+        groups = rows.view(*rows.shape[:-1], -1, self.columns)
         groups = groups * torch.rsqrt(groups.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * groups.view(rows.shape).to(dtype)
 
@@ -124,6 +126,9 @@ SERVED: dict[str, Any] = {
     "a sigmoid": SigmoidRMSNormGated,
     "Mamba 2": MambaRMSNormGated,
     "groups": lambda: MambaRMSNormGated(8),
+    "n_groups": lambda: MambaRMSNormGated(8, "n_groups"),
+    "num_groups": lambda: MambaRMSNormGated(8, "num_groups"),
+    "ngroups": lambda: MambaRMSNormGated(8, "ngroups"),
     "mamba_ssm": RMSNorm,
 }
 

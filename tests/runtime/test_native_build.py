@@ -106,6 +106,15 @@ def test_builds_at_the_same_time_leave_one_whole_file(
     assert content == b"abcdef" and list((cache / "normforge").iterdir()) == [path]
     monkeypatch.setenv("CXX", script(tmp_path / "cc", "exit 1"))
     assert build.build() == path  # no compiler ran
+    for where, name, other in (
+        (torch, "__version__", "2.13.0+another"),
+        (sys, "version", "another"),
+        (build.platform, "libc_ver", lambda: ("glibc", "2.17")),
+        (build, "SOURCES", build.SOURCES[:2]),
+    ):
+        with monkeypatch.context() as changed, pytest.raises(RuntimeError, match="not compile"):
+            changed.setattr(where, name, other)
+            build.build()
     monkeypatch.setenv("CXX", script(tmp_path / "dd", slow))
     assert build.build() != path
     assert build.build(("-O1",)) not in (path, build.build())

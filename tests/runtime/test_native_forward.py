@@ -209,6 +209,7 @@ OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
     "x shifted": lambda: inputs(x=shifted(6, 1024)),
     "weight shifted": lambda: inputs(weight=shifted(1024)),
     "third": lambda: inputs(third=None),
+    "third spread": lambda: inputs(third=None),
     "third of another dtype": lambda: inputs(third=None),
     "x spread": lambda: inputs(x=spread(6, 1024)),
     "x turned": lambda: inputs(x=rows(1024, 6).T),
@@ -224,6 +225,19 @@ OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
     "no tensor": lambda: inputs(x=1.0),
 }
 
+
+def other_call(package: Any, name: str) -> dict[str, Any]:
+    """Return the arguments of that name, with a third tensor where it is about that."""
+    given = OTHERS[name]()
+    if "third" in given:
+        third = third_of(package)
+        if "spread" in name:  # rows that lie apart, or elements
+            wide = torch.cat((third, third), -1)
+            third = wide[..., :1024] if third.dim() > 1 else wide[::2].copy_(third)
+        given["third"] = third.float() if "dtype" in name else third
+    return given
+
+
 UNWRAPPED = ("x negative", "x a subclass", "x wants a gradient")
 """Tensors that PyTorch or Python makes plain before the forward gets them."""
 
@@ -236,9 +250,7 @@ def test_forward_that_differs_in_one_thing_is_left_to_python(
     one, never = package(), package(on=False)
     learned(one, call)
     learned(one, call, x=rows(1))
-    given = OTHERS[name]()
-    if "third" in given:
-        given["third"] = third_of(one).float() if "dtype" in name else third_of(one)
+    given = other_call(one, name)
     (by_cpp, found), (none, wanted) = (
         attempt(machine, lambda each=each: call(each, **given)) for each in (one, never)
     )
@@ -248,18 +260,20 @@ def test_forward_that_differs_in_one_thing_is_left_to_python(
 
 
 @pytest.mark.parametrize(
-    "name", ["x shifted", "weight shifted", "x spread", "x repeated", "no weight"]
+    "name",
+    ["x shifted", "weight shifted", "x spread", "x repeated", "no weight", "third spread"],
 )
 def test_forwards_that_are_not_plain_teach_nothing(
     machine: Machine, package: Any, name: str
 ) -> None:
     one, never = package(), package(on=False)
     repeated = inputs(x=rows(3).expand(2, 3, 1024))
-    learned(one, function, **(repeated if name == "x repeated" else OTHERS[name]()))
-    assert who_served(machine, lambda: function(one, **inputs()))[:2] == (0, 1)
-    learned(one, function)
-    found = function(one, **inputs())
-    assert equal_bits(list(found), list(function(never, **inputs())))
+    plain = inputs(third=third_of(one)) if name == "third spread" else inputs()
+    learned(one, function, **(repeated if name == "x repeated" else other_call(one, name)))
+    assert who_served(machine, lambda: function(one, **plain))[:2] == (0, 1)
+    learned(one, function, **plain)
+    found = function(one, **plain)
+    assert equal_bits(list(found), list(function(never, **plain)))
 
 
 def test_forwards_that_are_tuned_by_themselves_count(

@@ -302,6 +302,7 @@ class CountedRMSNorm(PlainRMSNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         CountedRMSNorm.tries += 1
         factor = self.factor["is"] if isinstance(self.factor, dict) else self.factor
+        factor = 2.0 - self.training if factor == "1 in training" else factor
         return super().forward(x) * factor
 
 
@@ -327,8 +328,10 @@ def test_norms_of_one_class_that_differ_are_each_tried(package: Package) -> None
         CountedRMSNorm(),
         buffered,
         CountedRMSNorm(16, 1.0),
+        CountedRMSNorm(factor="1 in training").eval(),
+        CountedRMSNorm(factor="1 in training"),
     )
-    assert package.patch(model) == ["0", "2", "3", "5", "7"]
+    assert package.patch(model) == ["0", "2", "3", "5", "7", "9"]
 
 
 def test_norms_are_judged_in_inference_mode(package: Package) -> None:

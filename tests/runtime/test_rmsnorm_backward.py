@@ -277,6 +277,28 @@ def test_dtype_without_kernels_gets_every_option_from_the_formula(package: Packa
     assert same(found, wanted)
 
 
+@pytest.mark.parametrize(
+    ("weight_dtype", "options", "by"),
+    [
+        (torch.bfloat16, {}, "PyTorch's own kernel"),
+        (torch.bfloat16, {"dw_dtype": torch.float32, "need_dw": False}, "PyTorch's own kernel"),
+        (torch.bfloat16, {"dw_dtype": torch.float32}, "the formula"),
+        (torch.float32, {}, "the formula"),
+    ],
+)
+def test_what_has_no_kernel_is_pytorchs_where_that_gives_the_same(
+    package: Package, weight_dtype: torch.dtype, options: dict[str, Any], by: str
+) -> None:
+    x, rstd = torch.empty(6, 8, dtype=torch.bfloat16, device="meta"), torch.ones(6, device="meta")
+    given = Arguments(x, x, rstd, torch.empty(8, dtype=weight_dtype, device="meta"))
+    with pytest.warns(UserWarning, match=by):
+        call = package._fallback(f"no {weight_dtype}, {options}", given, Options(**options))
+    found = call(*vars(given).values())
+    wanted = reference_backward(**vars(given), **options)
+    for one, other in zip(found, wanted, strict=True):
+        assert one is other is None or (one.shape, one.dtype) == (other.shape, other.dtype)
+
+
 def test_copy_for_a_kernel_is_aligned() -> None:
     whole = torch.zeros(1 + 4 * 8, dtype=torch.bfloat16)
     for rows in (whole[1:].view(4, 8), whole[1:9].expand(4, 8)):

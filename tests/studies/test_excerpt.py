@@ -13,6 +13,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from generator.cli.pack import pack as pack_short
 from generator.errors import NormforgeError
 from generator.studies.excerpt import digest_of, read_journal
+from generator.studies.reader import describe_location
 from generator.studies.storage import JOURNAL_NAME, open_storage
 
 NAMES = ["one", "two", "three"]
@@ -59,6 +60,13 @@ def test_what_is_wanted_is_as_in_the_whole_journal_and_the_rest_is_left_out(
     assert [t.user_attrs for t in trials(some, "two")] == [{"n": n} for n in range(4)]
     assert values(some, "one") == values(some, "three") == []
     assert journal.read_bytes() == content
+
+
+def test_a_journal_that_a_run_writes_comes_before_what_is_packed_beside_it(journal: Path) -> None:
+    packed = pack(journal)
+    assert describe_location(journal.parent) == str(journal)
+    journal.unlink()
+    assert describe_location(journal.parent) == str(packed)
 
 
 def test_all_are_read_unless_somebody_asks_for_some(journal: Path) -> None:

@@ -275,6 +275,9 @@ def test_study_is_claimed_by_one_and_again_when_it_was_given_back(url: str) -> N
     assert first == Lease("a", 1)
     assert two.claim(["a", "b"]) == Lease("b", 1)
     assert two.claim(["a", "b"]) is None
+    with connect(url).begin() as connection:
+        leases.insert_missing(connection, ["c"])
+        assert leases.claim(connection, ["c"], "of a run that was killed", 0.0)
     assert set(two.holders(["a", "b", "c"])) == {"a", "b"}
     one.release(first)
     again = two.claim(["a", "b"])

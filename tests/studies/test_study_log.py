@@ -14,7 +14,7 @@ import pytest
 from optuna.storages import BaseStorage
 
 from generator.errors import NormforgeError
-from generator.studies.outage import MAX_OUTAGE_SECONDS
+from generator.studies import outage
 from generator.studies.reader import read_studies
 from generator.studies.storage import JOURNAL_NAME, open_storage
 from generator.studies.study_log import StudyLog, stored_winners
@@ -103,10 +103,13 @@ def test_an_sqlite_file_that_cannot_be_written_is_no_outage(tmp_path: Path) -> N
     started = time.monotonic()
     with pytest.raises(NormforgeError, match=r"\(attempt to write a readonly database\): finished"):
         log.mark_outdated([1])
-    assert time.monotonic() - started < MAX_OUTAGE_SECONDS / 2
+    assert time.monotonic() - started < outage.MAX_OUTAGE_SECONDS / 2
 
 
-def test_an_sqlite_file_that_another_program_has_locked_is_waited_for(tmp_path: Path) -> None:
+def test_an_sqlite_file_that_another_program_has_locked_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(outage, "_RETRY_SECONDS", 0.05)
     log = StudyLog(open_storage(f"sqlite:///{tmp_path}/studies.db?timeout=0"), NAME)
     other = sqlite3.connect(tmp_path / "studies.db", check_same_thread=False)
     other.execute("BEGIN IMMEDIATE")
@@ -115,4 +118,5 @@ def test_an_sqlite_file_that_another_program_has_locked_is_waited_for(tmp_path: 
     log.mark_outdated([1])
     assert release.finished.is_set()
     assert log.outdated == {1}
+    assert capsys.readouterr().err == "Waiting for the database (database is locked).\n"
     other.close()

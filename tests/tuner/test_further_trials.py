@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,9 @@ def test_further_trials_come_on_top_of_those_of_the_last_finals(tmp_path: Path) 
     assert search(more) == {str(first): 14, str(second): 8}
     absolute = make_plan(tmp_path, 4, problems=(first, second))
     assert search(absolute) == {str(first): 14, str(second): 8}
+    winner = stored_winners(open_storage(more.where))[0]
+    older = replace(winner, study=f"{winner.study}:2f0c81de")  # as earlier versions called it
+    assert more.on_top_of([older]).budget(winner.problem).trials == winner.trials + 4
 
 
 def test_trials_without_finals_are_no_base(tmp_path: Path) -> None:
