@@ -12,7 +12,6 @@ import torch
 
 from generator.emulate import check_variant, find_compiler
 from generator.emulate.check import CPU, check_source, small_launch
-from generator.emulate.run import CallOptions
 from generator.kernels.render import render
 from generator.kernels.variant import Variant
 from generator.operations import OPERATIONS
@@ -20,7 +19,6 @@ from generator.operations.rows import make_reference
 from generator.problem import Problem
 from generator.target import Target
 from normforge import operations as library
-from normforge.launch.kernel_arguments import DW_ADDED, DW_IN_FP32
 from tests.support.emulator import run_to_one_result, small_variant
 from tests.support.samples import DETERMINISTIC, plain_variant, space_of
 
@@ -58,8 +56,8 @@ def fault_of(variant: Variant, problem: Problem, inputs: Any) -> str:
     return ""
 
 
-@pytest.mark.sampled(16)
-@pytest.mark.parametrize("rotation", ["", "+rotary256", "+interleaved"])
+@pytest.mark.sampled(12)
+@pytest.mark.parametrize("rotation", ["+rotary256", "+interleaved"])
 @pytest.mark.parametrize("pipeline", PIPELINES)
 @pytest.mark.parametrize("reduction", DETERMINISTIC)
 def test_deterministic_reduction_gives_one_set_of_right_bits(
@@ -73,7 +71,7 @@ def test_deterministic_reduction_gives_one_set_of_right_bits(
     assert check.errors.keys() == {"dx", "dw"}
 
 
-@pytest.mark.parametrize("rotation", ["", "+rotary512", "+rotary512+interleaved"])
+@pytest.mark.parametrize("rotation", ["+rotary512", "+rotary512+interleaved"])
 @pytest.mark.parametrize("pipeline", ["direct", "bulk", "async"])
 def test_every_schedule_gives_one_set_of_right_bits(
     pipeline: str, rotation: str, target: Target
@@ -233,14 +231,6 @@ def test_planted_wrong_kernel_is_caught(
     assert any(re.search(found, said) for said in check.problems), check.problems
 
 
-@of_name
-def test_any_eps_is_that_of_the_call(name: str, target: Target) -> None:
-    problem = Problem.parse("42x64:fp32", name)
-    given = OPERATIONS[name].make_inputs(problem, CPU)
-    inputs = replace(given, x=given.x * 0.01, eps=0.25)
-    assert fault_of(of_heads(problem, target, 8), problem, inputs) == ""
-
-
 @pytest.mark.parametrize("rotation", ["", "+rotary32"])
 def test_it_is_what_pytorch_computes(rotation: str, target: Target) -> None:
     """rotate_half as model code has it stands beside the formula of the operation."""
@@ -256,27 +246,6 @@ def test_it_is_what_pytorch_computes(rotation: str, target: Target) -> None:
     first, second = n.chunk(2, -1)
     wanted = torch.cat((n * cos + torch.cat((-second, first), -1) * sin, rest), -1)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
-
-
-@of_name
-def test_what_a_call_asks_for_has_the_bits_of_a_plain_call(name: str, target: Target) -> None:
-    problem = Problem.parse("42x64:bf16", name)
-    variant = of_heads(problem, target, 8)
-    inputs = OPERATIONS[name].make_inputs(problem, CPU)
-    plain = run_to_one_result(variant, inputs)
-    packed = run_to_one_result(variant, inputs, CallOptions(inner=7))
-    assert all(torch.equal(packed[out], plain[out]) for out in plain)
-    if name == FORWARD:
-        return
-    for left_out in plain:
-        found = run_to_one_result(variant, inputs, CallOptions(without=frozenset([left_out])))
-        assert found.keys() == plain.keys() - {left_out}
-        assert all(torch.equal(found[out], plain[out]) for out in found)
-    wide = run_to_one_result(variant, inputs, CallOptions(dw_mode=DW_IN_FP32))["dw"]
-    assert torch.equal(wide.to(torch.bfloat16), plain["dw"])
-    start = torch.linspace(-3, 5, 64)
-    added = run_to_one_result(variant, inputs, CallOptions(dw_mode=DW_ADDED, added_to=start))["dw"]
-    assert torch.equal(added, start + wide)
 
 
 @of_name
