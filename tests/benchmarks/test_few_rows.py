@@ -28,7 +28,7 @@ def package() -> Package:
 
 
 def test_shapes_have_a_tuned_length_and_rows_that_nobody_tuned() -> None:
-    """Those of fp32 weights beside narrow rows are other shapes."""
+    """Narrow rows with fp32 weights are other shapes."""
     shapes = load_problems(
         "4096x512:bf16,3x512:bf16:fp32,3x512:fp16,4096x768:bf16:fp32,4096x8:fp32"
     )
