@@ -155,7 +155,7 @@ def test_without_clean_times_side_by_side_the_trials_decide(storage: BaseStorage
 def test_a_gpu_where_all_ratios_are_small_does_not_fill_the_places(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What is best on each GPU is timed beside what another one thinks best."""
+    """The best of each GPU are timed beside those of the others."""
     monkeypatch.setattr("generator.search.finals.SHORTLIST", 6)
     configs = of_families(16)
     every = [record(config, 1.2 + place / 100, str(place)) for place, config in enumerate(configs)]
