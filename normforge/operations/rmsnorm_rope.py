@@ -32,8 +32,12 @@ def _pairs(n: Any, cos: Any, interleaved: bool) -> tuple[Any, Any, tuple[Any, ..
 def _joined(first: Any, second: Any, rest: Iterable[Any], interleaved: bool) -> Any:
     import torch
 
-    pairs = (torch.stack((first, second), -1).flatten(-2),) if interleaved else (first, second)
-    return torch.cat((*pairs, *rest), -1)
+    if not interleaved:
+        return torch.cat((first, second, *rest), -1)
+    # Batched gradients have no rule for flatten().
+    *others, half = first.shape
+    pairs = torch.stack((first, second), -1).reshape(*others, 2 * half)
+    return torch.cat((pairs, *rest), -1)
 
 
 def rotated(n: Any, cos: Any, sin: Any, interleaved: bool) -> Any:

@@ -183,7 +183,7 @@ def test_derivatives_are_those_of_finite_differences(function: Function) -> None
     assert torch.autograd.gradgradcheck(norm, leaves, fast_mode=True)
 
 
-@of(ONE_OF_EACH)
+@of([*ONE_OF_EACH, "neighbours"])
 def test_gradients_are_batched(function: Function, calls: list[str]) -> None:
     leaves = function.leaves()
     y = function.y(*leaves, *function.rest())
