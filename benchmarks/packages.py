@@ -47,7 +47,8 @@ BLOCKS = 5
 def chosen(table: Table, problem: Problem) -> Kernel:
     """Return the kernel that a package chooses. Raises NormforgeError where it has none."""
     shape = (problem.M, problem.N, problem.dtype, problem.weight_dtype)
-    choice = table.choose(*shape, offset=problem.offset, residual=problem.residual)
+    options = ("offset", "residual", "rotation")
+    choice = table.choose(*shape, **{name: getattr(problem, name) for name in options})
     if choice.kernel is None:
         raise NormforgeError(f"{problem}: a package has no kernel for it: {choice.reason}")
     return choice.kernel

@@ -89,6 +89,11 @@ def test_options_of_a_shape_choose_its_kernel() -> None:
     plain, option = load_problems("16384x4096:bf16,16384x4096:bf16+residual")
     assert not packages.chosen(table, plain).spec.residual
     assert packages.chosen(table, option).spec.residual
+    whole = Problem.parse("524288x128:bf16", "rmsnorm_rope_backward")
+    of_heads = Table.load(GENERATED / "h200" / whole.operation)
+    assert packages.chosen(of_heads, whole).spec.rotation == ""
+    with pytest.raises(NormforgeError, match=r"nothing like 524288x128:bf16\+rotary64 was tuned"):
+        packages.chosen(of_heads, replace(whole, rotation="rotary64"))
 
 
 def test_a_run_measures_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
