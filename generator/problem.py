@@ -63,7 +63,7 @@ _PROBLEM = re.compile(
 _LONG_NAMES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32"}
 _MOST_DIGITS = 12
 """Digits of the largest M and N: more than any GPU holds."""
-_OPTION = re.compile(rf"offset|residual(_.+)?|rotary\d{{1,{_MOST_DIGITS}}}|interleaved")
+_OPTION = re.compile(rf"offset|residual(_.+)?|rotary(?!0.)[0-9]{{1,{_MOST_DIGITS}}}|interleaved")
 _FORM = "MxN:dtype[:weight dtype][+offset][+residual[_dtype]][+rotary<columns>][+interleaved]"
 
 

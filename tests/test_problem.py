@@ -116,6 +116,8 @@ def test_columns_that_are_rotated_are_all_unless_said() -> None:
         ("4096x256:bf16+rotary-2", "malformed shape"),
         ("rmsnorm_rope_forward:8x64:bf16+rotary7", "an even number below N"),
         ("rmsnorm_rope_forward:8x64:bf16+rotary0", "an even number below N"),
+        ("rmsnorm_rope_forward:8x64:bf16+rotary032", "unknown option '+rotary032'"),
+        ("rmsnorm_rope_forward:8x64:bf16+rotary\uff13\uff12", "unknown option"),
         ("rmsnorm_rope_forward:8x64:bf16+rotary64", "an even number below N"),
         ("rmsnorm_rope_forward:8x64:bf16+rotary32+rotary16", "has the option +rotary twice"),
         ("", "names no shape"),
