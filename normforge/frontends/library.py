@@ -134,7 +134,7 @@ class Served(Generic[T]):
     def _find(self, package: str) -> T:
         if package in self.known:
             return self.known[package]
-        base, plus, form = package.partition("+")
+        base, plus, form = package.rpartition("+")  # a package may be named by a path with more
         found: T = self._find(base).of_form(form) if plus else self.find(package)
         return found
 

@@ -270,6 +270,12 @@ def test_it_says_which_kernel_serves_or_why_none_does(forward: bool) -> None:
         assert found["reason"].startswith(f"nothing like 524288x128:bf16{rotation} was tuned")
 
 
+def test_a_package_that_is_named_by_a_path_with_a_plus_has_a_form() -> None:
+    named = RotatedFunctions(lambda _: "no kernels", "/home/c++/of a test")
+    form = SERVED("/home/c++/of a test+interleaved")
+    assert SERVED("/home/c++/of a test") is named and form.interleaved
+
+
 def test_a_form_is_made_again_behind_a_package_that_is_loaded_again() -> None:
     def no_kernels(_: str) -> str:
         return "no kernels"
