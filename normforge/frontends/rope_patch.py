@@ -4,7 +4,7 @@ Gemma 3, and makes the forwards that serve it with `rms_norm_rope`."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any
 
@@ -85,9 +85,10 @@ def _rotated_columns(module: Any) -> int:
     """Return how many columns of each head the model of an attention rotates, as its config says.
     (Calls of another number run as before.)"""
     config = getattr(module, "config", None)
-    said = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor")
+    parameters = getattr(config, "rope_parameters", None)
+    said = parameters.get("partial_rotary_factor") if isinstance(parameters, Mapping) else None
     said = getattr(config, "partial_rotary_factor", None) if said is None else said
-    return int(module.head_dim * (1.0 if said is None else said))
+    return int(module.head_dim * said) if isinstance(said, float) else module.head_dim
 
 
 def _without_kernels(
@@ -137,8 +138,9 @@ def _forward_of(
 
     def serve(self: Any, q: Any, k: Any, cos: Any, sin: Any) -> Any:
         """Return q and k (B, H, S, D), normalized and rotated."""
-        fits = cos.shape[-1] == columns and served_by(self.q_norm) is patched
-        fits = fits and served_by(self.k_norm) is patched and _fits(self.q_norm, q, cos, narrow)
+        fits = cos.shape[-1] == columns and not (cos.requires_grad or sin.requires_grad)
+        fits = fits and served_by(self.q_norm) is patched is served_by(self.k_norm)
+        fits = fits and _fits(self.q_norm, q, cos, narrow)
         if not fits or not _fits(self.k_norm, k, cos, narrow):
             return turn(self.q_norm(q), self.k_norm(k), cos, sin)
         return heads(self.q_norm, q, cos, sin), heads(self.k_norm, k, cos, sin)

@@ -7,7 +7,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from functools import partial
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -182,6 +182,36 @@ def test_what_the_config_does_not_say_stays_as_it_was(kind: Any, served: list[An
         torch.float32 if wide else torch.bfloat16
     ] * 4
     assert len(served) == 2 * (not wide)
+
+
+def test_angles_that_are_learned_have_a_gradient(served: list[Any]) -> None:
+    models = [filled(Attention()), filled(Attention())]
+    normforge.patch(models[0], fuse=True)
+    served.clear()
+    x, angles = randn(B, S, HIDDEN), (turns()[0].requires_grad_(), turns()[1].requires_grad_())
+    losses = [model(x, angles, None)[0].square().sum() for model in models]
+    check(*(torch.autograd.grad(loss, angles) for loss in losses))
+    assert served == []
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"rope_parameters": SimpleNamespace(partial_rotary_factor=0.5)},
+        {"rope_parameters": [{"partial_rotary_factor": 0.5}]},
+        {"partial_rotary_factor": [0.5, 1.0]},
+    ],
+)
+def test_a_config_that_says_it_in_another_way_is_one_of_whole_heads(
+    said: dict[str, Any], served: list[Any]
+) -> None:
+    models = [filled(Attention()), filled(Attention())]
+    vars(models[0].config).update(said)
+    assert normforge.patch(models[0], fuse=True) == NAMES
+    served.clear()
+    for columns, calls in ((WIDTH // 2, 0), (WIDTH, 2)):
+        check(*(results(model, turns(columns)) for model in models))
+        assert len(served) == calls
 
 
 def test_models_are_copied_and_pickled() -> None:
