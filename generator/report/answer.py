@@ -38,12 +38,16 @@ def explain_from_package(folder: Path, problem: Problem) -> dict[str, Any] | Non
     This needs PyTorch."""
     if choose_from_package(folder, problem) is None:
         return None
+    from normforge.frontends.row_functions import RowFunctions
+    from normforge.operations import OPERATIONS
     from normforge.packages import open_package
 
     try:
         package = open_package(str(folder / "__init__.py"), str(folder), problem.operation)
     except (OSError, ValueError, ImportError) as error:
         raise NormforgeError(str(error)) from error
+    if isinstance(package, RowFunctions):  # whose own takes a direction, a form and so on
+        package = package.server(OPERATIONS[problem.operation])
     served: dict[str, Any] = package.explain(
         problem.M, problem.N, problem.dtype, problem.weight_dtype
     )

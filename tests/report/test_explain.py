@@ -350,6 +350,15 @@ def test_the_package_answers_for_itself() -> None:
     assert served["how"] == "tuned"
     assert served["kernel"] in {entry["variant"] for entry in served["provenance"]["tie"]}
     assert explain_from_package(ROOT / "nowhere", Problem.parse("4096x4096:bf16")) is None
+    for name, shape in (
+        ("rmsnorm_rope_forward", "131072x128:bf16"),
+        ("rmsnorm_rope_backward", "131072x128:bf16"),
+        ("rmsnorm_mxfp8_forward", "16384x7168:bf16"),
+    ):
+        served = explain_from_package(
+            ROOT / "generated" / "h100" / name, Problem.parse(shape, name)
+        )
+        assert served is not None and served["how"] == "tuned"
 
 
 def test_nothing_of_a_package_that_is_looked_at_is_run(tmp_path: Path) -> None:
