@@ -48,10 +48,13 @@ struct PyTorchsBackward : c10::OperatorKernel {
         Given found;
         for (const auto at : tensors)
             if (given[at].isTensor()) found.push_back(&given[at].toTensor());
-        // A kernel gives both sums or none, in the weight's dtype.
-        const bool alike = found.size() == tensors.size() &&
-                           (!bias_at || given[*bias_at].isNone() ||
-                            given[*bias_at].toTensor().scalar_type() == found[3]->scalar_type());
+        // A kernel gives both sums or none, in the weight's dtype. Autograd gives an undefined
+        // tensor where there is no bias.
+        const bool has_bias =
+            bias_at && given[*bias_at].isTensor() && given[*bias_at].toTensor().defined();
+        const bool alike =
+            found.size() == tensors.size() &&
+            (!has_bias || given[*bias_at].toTensor().scalar_type() == found[3]->scalar_type());
         Results results;
         if (given[shape_at].toIntVector().size() == 1 && mask.size() == 1 + parameters &&
             mask[0] && (mask[1] || mask.back()) && alike &&

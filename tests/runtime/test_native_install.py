@@ -159,6 +159,23 @@ def test_training_step_needs_no_python(
     assert equal_bits(found, wanted)
 
 
+@layer_norm_only
+def test_training_step_without_a_bias_needs_no_python(make: Any, machine: Machine) -> None:
+    """Autograd gives PyTorch's operator an undefined tensor for it, and not None."""
+    norm = torch.nn.LayerNorm(1024, bias=False).bfloat16()
+
+    def step() -> list[torch.Tensor]:
+        x = rows().requires_grad_()
+        return list(torch.autograd.grad(norm(x), (x, norm.weight), rows(seed=1)))
+
+    served = []
+    for package in (taught(make), make(on=False)):
+        with installation_of(package).installed():
+            served.append(who_served(machine, step))
+    (*one, found), (*other, wanted) = served
+    assert one == [1, 0] and other == [0, 1] and equal_bits(found, wanted)
+
+
 TAKEN_APART = {"dy a subclass": 2, "dy negative": 1}
 """Calls that PyTorch makes plain before they get here, and how many."""
 
