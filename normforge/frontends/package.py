@@ -92,8 +92,9 @@ class NormPackage(Server):
         return make_pass(self.ops, how, inductor_configs)
 
     def inductor_backend(self, **inductor_configs: Any) -> Callable[..., Any]:
-        """A backend for torch.compile: Inductor, with PyTorch's norms of this package's kind (of
-        LayerNorm only the backward), and RMSNorms that a model writes out, served by this package.
+        """A backend for torch.compile: Inductor, with PyTorch's norms of this package's kind, and
+        RMSNorms that a model writes out, served by this package. Of norms with a mean, it serves
+        the backward alone.
         inductor_configs: settings of torch._inductor.config, which override those that
         torch.compile's `mode` and `options` name."""
         return make_backend(self.ops, **inductor_configs)
