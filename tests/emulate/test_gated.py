@@ -16,7 +16,7 @@ from generator.problem import Problem
 from generator.target import Target
 from normforge import operations as library
 from normforge.operations.gated_rmsnorm_backward import gated_rmsnorm
-from tests.support.emulator import run_to_one_result
+from tests.support.emulator import run_to_one_result, small
 from tests.support.samples import plain_variant
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
@@ -55,7 +55,7 @@ def test_it_is_what_pytorch_computes(name: str, target: Target) -> None:
     rows = x if norm_before_gate else x * gate
     wanted = torch.nn.functional.rms_norm(rows, (1024,), weight, inputs.eps)
     wanted = wanted * gate if norm_before_gate else wanted
-    variant = plain_variant(replace(problem, M=4096), target, strategy="none")
+    variant = small(problem, target)
     found = run_to_one_result(variant, inputs)["y"].double()
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
@@ -64,8 +64,7 @@ def test_it_is_what_pytorch_computes(name: str, target: Target) -> None:
 def test_errors_are_at_most_those_of_eager_code(name: str, target: Target) -> None:
     problem = Problem.parse("97x128:bf16", name)
     inputs = OPERATIONS[name].make_inputs(problem, CPU)
-    knobs = {"threads_per_row": 16, "rows_per_cta": 8, "strategy": "none"}
-    variant = plain_variant(replace(problem, M=4096), target, **knobs)
+    variant = small(problem, target, threads_per_row=16, rows_per_cta=8)
     found = run_to_one_result(variant, inputs)["y"]
     given = (inputs.x, inputs.z, inputs.weight)
     exact = gated_rmsnorm(*(one.double() for one in given), inputs.eps, *KINDS[name])

@@ -12,14 +12,12 @@ import torch
 from generator.emulate import check_variant, find_compiler
 from generator.emulate.check import CPU
 from generator.emulate.run import CallOptions
-from generator.kernels.variant import Variant
 from generator.operations import LAYERNORM_FORWARD
 from generator.operations.rows import make_reference
 from generator.problem import Problem
 from generator.target import Target
 from normforge import operations as library
-from tests.support.emulator import run_to_one_result
-from tests.support.samples import plain_variant
+from tests.support.emulator import run_to_one_result, small
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
 
@@ -35,10 +33,6 @@ PIPELINES: dict[str, dict[str, int | str]] = {
 
 def problem_of(shape: str) -> Problem:
     return Problem.parse(shape, NAME)
-
-
-def small(problem: Problem, target: Target, **knobs: int | str) -> Variant:
-    return plain_variant(replace(problem, M=4096), target, strategy="none", **knobs)
 
 
 @pytest.mark.parametrize("pipeline", ["bulk", "async"])

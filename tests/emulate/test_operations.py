@@ -22,8 +22,8 @@ from generator.problem import Problem
 from generator.target import Target, find_target
 from normforge import operations as library
 from normforge.launch.kernel_arguments import DW_ADDED, DW_IN_FP32
-from tests.support.emulator import run_to_one_result, small_variant
-from tests.support.samples import DETERMINISTIC, in_turn, legal_variant, plain_variant
+from tests.support.emulator import legal, run_to_one_result, small, small_variant
+from tests.support.samples import DETERMINISTIC, in_turn
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
 
@@ -35,20 +35,8 @@ of_name = pytest.mark.parametrize("name", NAMES)
 SEED = 2026
 
 
-def knobs_of(problem: Problem, knobs: dict[str, Any]) -> dict[str, Any]:
-    strategy = "column_slices" if OPERATIONS[problem.operation].sums_rows else "none"
-    return {"strategy": strategy, **knobs}
-
-
-def small(problem: Problem, target: Target, **knobs: Any) -> Variant:
-    """A plain variant, chosen as for many rows."""
-    return plain_variant(replace(problem, M=4096), target, **knobs_of(problem, knobs))
-
-
 def is_legal(name: str, shape: str, **knobs: Any) -> bool:
-    problem = replace(Problem.parse(shape, name), M=4096)
-    found = legal_variant(problem, find_target("h200"), **knobs_of(problem, knobs))
-    return isinstance(found, Variant)
+    return isinstance(legal(Problem.parse(shape, name), find_target("h200"), **knobs), Variant)
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -3,19 +3,15 @@ under many schedules."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from generator.emulate import find_compiler
 from generator.emulate.check import CPU
-from generator.kernels.variant import Variant
 from generator.operations import RMSNORM_ADD_FORWARD
 from generator.problem import Problem
 from generator.target import Target
-from tests.support.emulator import run_to_one_result
-from tests.support.samples import plain_variant
+from tests.support.emulator import run_to_one_result, small
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
 
@@ -24,10 +20,6 @@ NAME = RMSNORM_ADD_FORWARD.name
 
 def problem_of(shape: str) -> Problem:
     return Problem.parse(shape, NAME)
-
-
-def small(problem: Problem, target: Target, **knobs: int | str) -> Variant:
-    return plain_variant(replace(problem, M=4096), target, strategy="none", **knobs)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

@@ -14,23 +14,18 @@ from generator.emulate import check_variant, find_compiler
 from generator.emulate.check import CPU
 from generator.emulate.run import CallOptions
 from generator.errors import NormforgeError
-from generator.kernels.variant import Variant
 from generator.operations import OPERATIONS
 from generator.problem import Problem
 from generator.target import Target, find_target
 from normforge.operations import FORMATS
 from normforge.operations.rmsnorm_quantized import quantize_1x128, quantize_mx
-from tests.support.emulator import run_to_one_result
-from tests.support.samples import plain_variant, space_of
+from tests.support.emulator import run_to_one_result, small
+from tests.support.samples import space_of
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
 
 FP8, MX = (operation.name for operation in FORMATS.values())
 WITH_Y = CallOptions(extra=True)
-
-
-def small(problem: Problem, target: Target, **knobs: int | str) -> Variant:
-    return plain_variant(replace(problem, M=4096), target, strategy="none", **knobs)
 
 
 def inputs_of(problem: Problem, x: torch.Tensor | None = None, **numbers: float) -> Any:

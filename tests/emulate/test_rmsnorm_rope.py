@@ -19,8 +19,8 @@ from generator.operations.rows import make_reference
 from generator.problem import Problem
 from generator.target import Target
 from normforge import operations as library
-from tests.support.emulator import run_to_one_result, small_variant
-from tests.support.samples import DETERMINISTIC, plain_variant, space_of
+from tests.support.emulator import run_to_one_result, small, small_variant
+from tests.support.samples import DETERMINISTIC, space_of
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
 
@@ -32,11 +32,6 @@ PIPELINES: dict[str, dict[str, int | str]] = {
     "async": {"pipeline": "async", "stages": 2, "reload": "smem", "weight_in": "smem"},
     "producer": {"pipeline": "producer", "stages": 3, "rows_per_cta": 3, "reload": "smem"},
 }
-
-
-def small(problem: Problem, target: Target, **knobs: int | str) -> Variant:
-    strategy = "none" if problem.operation == FORWARD else "column_slices"
-    return plain_variant(replace(problem, M=4096), target, **{"strategy": strategy, **knobs})
 
 
 def of_heads(problem: Problem, target: Target, threads_per_row: int) -> Variant:

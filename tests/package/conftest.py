@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 from generator.paths import REPOSITORY
+from tests.support.packages import forget
 
 
 @pytest.fixture
@@ -26,16 +26,11 @@ def imported(package: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.syspath_prepend(package.parent)
 
     def load() -> ModuleType:
-        forget()
+        forget("rmsnorm_backward")
         return importlib.import_module("rmsnorm_backward")
 
-    def forget() -> None:
-        for name in [name for name in sys.modules if name.split(".")[0] == "rmsnorm_backward"]:
-            del sys.modules[name]
-        importlib.invalidate_caches()
-
     yield load
-    forget()
+    forget("rmsnorm_backward")
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from generator.target import Target
 from normforge.cubins import CUBINS, CUBINS_INDEX
 from normforge.table import TABLE
 from tests.support.entry_points import Training, equal_bits, randn
-from tests.support.packages import entry, put, snapshot
+from tests.support.packages import entry, forget, put, snapshot
 from tests.support.patience import patience
 
 BINDINGS = "runtime/launch/cuda_api.py"
@@ -90,18 +90,16 @@ def load() -> Iterator[Any]:
     before = list(sys.path)
 
     def load(repository: Path) -> Any:
-        forget()
+        forget_it()
         sys.path.insert(0, str(repository / "build"))
         return importlib.import_module("torch-cuda")
 
-    def forget() -> None:
+    def forget_it() -> None:
         sys.path[:] = before
-        for name in [name for name in sys.modules if name.split(".")[0] == "torch-cuda"]:
-            del sys.modules[name]
-        importlib.invalidate_caches()
+        forget("torch-cuda")
 
     yield load
-    forget()
+    forget_it()
 
 
 # ---- The folder ----------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from normforge.operations import (
 )
 from normforge.packages import open_package
 from normforge.table import Table
-from tests.support.packages import emit_first
+from tests.support.packages import emit_first, forget
 
 FORWARD_BESIDE = {RMSNORM_BACKWARD.name, RMSNORM_INVARIANT_BACKWARD.name}
 NAMES = [name for name in OPERATIONS if name not in FORWARD_BESIDE]
@@ -212,8 +212,7 @@ def test_emitted_package_says_which_kernel_and_does_what_the_library_does(
                 assert reason == f"{name} has kernels of {name} alone"
         assert_alike(kind.use(package, **kind.used), kind.use(kind.library, **kind.used))
     finally:
-        for loaded in [n for n in sys.modules if n.split(".")[0] == name]:
-            del sys.modules[loaded]
+        forget(name)
 
 
 STANDS_ALONE = """

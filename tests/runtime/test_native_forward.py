@@ -35,6 +35,7 @@ from tests.support.native import (
     Watch,
     alike,
     attempt,
+    both_norms,
     in_state,
     in_threads,
     norm,
@@ -44,12 +45,7 @@ from tests.support.native import (
     who_served,
 )
 
-
-@pytest.fixture(params=OPERATIONS)
-def operation(request: pytest.FixtureRequest) -> str:
-    """The operation of the packages of `make`."""
-    name: str = request.param
-    return name
+operation = both_norms
 
 
 @pytest.fixture

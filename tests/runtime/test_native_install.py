@@ -37,6 +37,7 @@ from tests.support.native import (
     Machine,
     alike,
     attempt,
+    both_norms,
     by_backward,
     in_threads,
     inputs,
@@ -52,11 +53,7 @@ from tests.support.native import (
 pytestmark = pytest.mark.usefixtures("aten")
 
 
-@pytest.fixture(params=OPERATIONS)
-def operation(request: pytest.FixtureRequest) -> str:
-    """The operation of the packages of `make`."""
-    name: str = request.param
-    return name
+operation = both_norms
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ from normforge.spec import KernelSpec
 from tests.support.entry_points import equal_bits
 from tests.support.fake_driver import SEPARATE, SPEC
 from tests.support.native import (
-    OPERATIONS,
     OTHERS,
     STATES,
     EntryPoint,
@@ -25,6 +24,7 @@ from tests.support.native import (
     Watch,
     alike,
     attempt,
+    both_norms,
     by_autograd,
     by_backward,
     by_operator,
@@ -43,12 +43,7 @@ from tests.support.native import (
     who_served,
 )
 
-
-@pytest.fixture(params=OPERATIONS)
-def operation(request: pytest.FixtureRequest) -> str:
-    """The operation of the packages of `make`."""
-    name: str = request.param
-    return name
+operation = both_norms
 
 
 @entry_points

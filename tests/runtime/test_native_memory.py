@@ -29,6 +29,7 @@ from tests.support.native import (
     OTHERS,
     EntryPoint,
     Machine,
+    both_norms,
     by_autograd,
     by_backward,
     entry_points,
@@ -41,12 +42,7 @@ from tests.support.native import (
     who_served,
 )
 
-
-@pytest.fixture(params=OPERATIONS)
-def operation(request: pytest.FixtureRequest) -> str:
-    """The operation of the packages of `make`."""
-    name: str = request.param
-    return name
+operation = both_norms
 
 
 @pytest.fixture

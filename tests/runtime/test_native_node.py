@@ -25,6 +25,7 @@ from tests.support.entry_points import (
 )
 from tests.support.native import (
     OPERATIONS,
+    both_norms,
     in_threads,
     layer_norm_only,
     module_of,
@@ -37,11 +38,7 @@ from tests.support.native import (
 Tensors = tuple[torch.Tensor, ...]
 
 
-@pytest.fixture(params=OPERATIONS)
-def operation(request: pytest.FixtureRequest) -> str:
-    """The operation of the packages."""
-    name: str = request.param
-    return name
+operation = both_norms
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from generator.emulate import Schedule, run_schedules
@@ -13,7 +15,7 @@ from generator.operations import operation_of
 from generator.operations.rmsnorm_backward import Inputs
 from generator.problem import Problem
 from generator.target import Target
-from tests.support.samples import BY_TEMPLATE, REDUCTION, plain_variant
+from tests.support.samples import BY_TEMPLATE, REDUCTION, legal_variant, plain_variant
 
 WITHOUT_DX, WITHOUT_DW = (CallOptions(without=frozenset({name})) for name in ("dx", "dw"))
 
@@ -24,6 +26,20 @@ def small_variant(shape: str, reduction: str, target: Target, **knobs: int | str
     if BY_TEMPLATE[reduction].launches > 1:
         knobs |= {"slice_columns": 128, "sum_threads": 128}
     return plain_variant(shape, target, **knobs)
+
+
+def legal(problem: Problem, target: Target, **knobs: int | str) -> Variant | str:
+    """Return a plain variant, chosen as for many rows, or what its space has against it. Its sums
+    over the rows, where there are any, are those of column slices if no strategy is given."""
+    strategy = "column_slices" if operation_of(problem).sums_rows else "none"
+    return legal_variant(replace(problem, M=4096), target, **{"strategy": strategy, **knobs})
+
+
+def small(problem: Problem, target: Target, **knobs: int | str) -> Variant:
+    """Return what `legal` does of knobs that are legal."""
+    found = legal(problem, target, **knobs)
+    assert isinstance(found, Variant), found
+    return found
 
 
 def cancelling_inputs(problem: Problem) -> Inputs:

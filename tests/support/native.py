@@ -57,6 +57,13 @@ rms_norm_only = pytest.mark.parametrize("operation", OPERATIONS[:1], indirect=Tr
 layer_norm_only = pytest.mark.parametrize("operation", OPERATIONS[1:], indirect=True)
 
 
+@pytest.fixture(params=OPERATIONS, name="operation")
+def both_norms(request: pytest.FixtureRequest) -> str:
+    """The operation of the packages of `make`, in a file whose tests are of either norm."""
+    name: str = request.param
+    return name
+
+
 def started(package: Any, module: Any, driver: Any = NOBODY, on_cpu: bool = False) -> Any:
     package._start_native(module, driver, on_cpu)
     return package

@@ -4,7 +4,9 @@ files."""
 from __future__ import annotations
 
 import hashlib
+import importlib
 import re
+import sys
 import tarfile
 from functools import cache
 from pathlib import Path
@@ -28,6 +30,13 @@ H200 = find_target("h200")
 BEFORE = Path(__file__).parent.parent / "data" / "before_library.tar.xz"
 """A package that the commit before the library wrote, of two shapes of the H200 with their cubins:
 with a runtime and headers of its own."""
+
+
+def forget(package: str) -> None:
+    """Let the next import of a package read its files again."""
+    for name in [name for name in sys.modules if name.split(".")[0] == package]:
+        del sys.modules[name]
+    importlib.invalidate_caches()
 
 
 def unsealed(text: str) -> str:
