@@ -20,7 +20,7 @@ from benchmarks.command import command_line, exit_code
 from benchmarks.results import problem_of, write_json
 from generator.disk import read_json
 from generator.errors import NormforgeError
-from generator.problem import Problem, load_problems
+from generator.problem import Problem
 
 OWN = ("uuid", "date")
 """Facts of an environment that may differ from file to file."""
@@ -40,7 +40,7 @@ def merged(paths: Sequence[Path]) -> dict[str, Any]:
                     "parts of one measurement, so name files of one command only"
                 )
         for row in document["rows"]:
-            problem = problem_of(row) if "M" in row else load_problems(row["shape"])[0]
+            problem = problem_of(row) if "M" in row else Problem.parse(row["shape"])
             if problem in rows:
                 raise NormforgeError(f"{path} repeats {problem}: leave it out of one of the files")
             rows[problem] = {**row, "uuid": document["environment"]["uuid"]}

@@ -43,10 +43,12 @@ def test_rows_of_all_files_are_sorted_and_say_which_gpu_measured_them(tmp_path: 
 
 
 def test_rows_that_name_their_shape_are_joined_too(tmp_path: Path) -> None:
-    rows = [[{"shape": shape}] for shape in ("64x1024:bf16", "8x1024:bf16+offset", "8x1024:bf16")]
+    of_other = "layernorm_backward:16x1024:bf16"
+    found = ("64x1024:bf16", "8x1024:bf16+offset", of_other, "8x1024:bf16")
+    rows = [[{"shape": shape}] for shape in found]
     paths = [part(tmp_path, f"GPU-{i}", each) for i, each in enumerate(rows)]
     shapes = [each["shape"] for each in merged(paths)["rows"]]
-    assert shapes == ["8x1024:bf16", "8x1024:bf16+offset", "64x1024:bf16"]
+    assert shapes == ["8x1024:bf16", "8x1024:bf16+offset", of_other, "64x1024:bf16"]
 
 
 @pytest.mark.parametrize("name", [name for name in SAME if name != "uuid"])
