@@ -19,6 +19,7 @@ from generator.operations.rmsnorm_forward import RMSNORM_FORWARD, RMSNORM_INVARI
 from generator.operations.rmsnorm_invariant_backward import RMSNORM_INVARIANT_BACKWARD
 from generator.operations.rmsnorm_quantized import RMSNORM_FP8_FORWARD, RMSNORM_MXFP8_FORWARD
 from generator.operations.rmsnorm_rope import RMSNORM_ROPE_BACKWARD, RMSNORM_ROPE_FORWARD
+from generator.operations.rmsnorm_sum_backward import RMSNORM_SUM_BACKWARDS
 from generator.problem import FORWARDS, Problem
 from normforge import operations as library
 
@@ -38,6 +39,7 @@ OPERATIONS = {
         RMSNORM_ROPE_FORWARD,
         RMSNORM_FP8_FORWARD,
         RMSNORM_MXFP8_FORWARD,
+        *RMSNORM_SUM_BACKWARDS,
     )
 }
 add_operations_of_run(OPERATIONS)
@@ -79,6 +81,7 @@ __all__ = [
     "RMSNORM_MXFP8_FORWARD",
     "RMSNORM_ROPE_BACKWARD",
     "RMSNORM_ROPE_FORWARD",
+    "RMSNORM_SUM_BACKWARDS",
     "Operation",
     "add_operation",
     "operation_name",

@@ -13,7 +13,7 @@ from jinja2 import meta
 
 from generator.errors import NormforgeError
 from generator.operations.operation import FrontEnd
-from generator.operations.row_inputs import incoming_gradient, make_inputs
+from generator.operations.row_inputs import incoming_gradients, make_inputs
 from generator.operations.rows import inputs_class, row_operation, tensor_specs
 from generator.own_files import FILES, OWN_OPERATIONS
 from generator.problem import Problem
@@ -148,7 +148,8 @@ def _faults_of_formula(
     dy = torch.randn(result.shape, generator=generator, dtype=torch.float64)
     exact = torch.autograd.grad(result, list(arguments.values()), dy)
     given = {name: v.detach() if torch.is_tensor(v) else v for name, v in saved.items()}
-    given[incoming_gradient(operation)] = dy
+    first, *others = incoming_gradients(operation)
+    given |= {first: dy, **{name: torch.zeros_like(dy) for name in others}}
     given |= {name: tensors[name] for name in tensors if name not in given}
     ours = evaluate(operation, given)
     for (name, gradient), expected in zip(operation.gradients.items(), exact, strict=True):

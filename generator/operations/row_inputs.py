@@ -70,13 +70,19 @@ def make_inputs(
         if tensor.role == "flag":
             found[tensor.name] = getattr(problem, tensor.name)
     missing = [t.name for t in signature.inputs if t.name not in found and not t.late]
-    if len(missing) != 1 or signature[missing[0]] not in signature.early:
+    of_rows = all(signature[name] in signature.early for name in missing)
+    if len(missing) != operation.incoming or not of_rows:
         named_missing = ", ".join(missing) or "nothing"
+        count = "one" if operation.incoming == 1 else operation.incoming
         raise NormforgeError(
             f"operation {operation.name}: forward() leaves {named_missing} to the incoming "
-            "gradient, which is exactly one tensor of rows"
+            f"gradient, which is exactly {count} tensor{'s' * (count != 'one')} of rows"
         )
-    return inputs_class(**{missing[0]: incoming}, **found, **late, offset=offset)
+    first, *others = missing
+    found[first] = incoming
+    for name in others:
+        found[name] = _drawn(torch.empty_like(incoming), generator)
+    return inputs_class(**found, **late, offset=offset)
 
 
 def _late(option: str, problem: Problem, generator: torch.Generator) -> torch.Tensor | None:
@@ -84,10 +90,14 @@ def _late(option: str, problem: Problem, generator: torch.Generator) -> torch.Te
     dtype = getattr(problem, option)
     if not dtype:
         return None
-    device = generator.device
-    made = torch.empty((problem.M, problem.N), dtype=TORCH_DTYPE[dtype], device=device)
+    shape = (problem.M, problem.N)
+    made = torch.empty(shape, dtype=TORCH_DTYPE[dtype], device=generator.device)
+    return _drawn(made, generator)
+
+
+def _drawn(made: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     for part in row_slices(*made.shape):
-        made[part] = torch.randn(made[part].shape, generator=generator, device=device)
+        made[part] = torch.randn(made[part].shape, generator=generator, device=made.device)
     return made
 
 
@@ -142,7 +152,7 @@ def make_cancelling(operation: RowOperation, problem: Problem, inputs: Any, seed
     half = problem.M // 2
     if half == 0:
         return inputs
-    incoming = incoming_gradient(operation)
+    incoming = incoming_gradients(operation)
     changed = {}
     for tensor in signature.inputs:
         if tensor.role in ("rows", "row") and not tensor.late:
@@ -150,26 +160,27 @@ def make_cancelling(operation: RowOperation, problem: Problem, inputs: Any, seed
             copied[half : 2 * half] = copied[:half]
         elif tensor.role == "group":  # alike in both halves
             changed[tensor.name] = getattr(inputs, tensor.name)[:1].clone()
-    dy = changed[incoming]
-    generator = torch.Generator(dy.device).manual_seed(seed)
-    for part in row_slices(half, problem.N):
-        shape = dy[part].shape
-        power = torch.randint(0, 11, (shape[0], 1), generator=generator, device=dy.device)
-        large = torch.randn(shape, generator=generator, device=dy.device) * torch.exp2(power)
-        noise = torch.randn(shape, generator=generator, device=dy.device)
-        dy[part] = large
-        again = dy[half + part.start : half + part.stop]
-        again.copy_(-dy[part])
-        again += noise * 0.01
+    generator = torch.Generator(changed[incoming[0]].device).manual_seed(seed)
+    for dy in (changed[name] for name in incoming):
+        for part in row_slices(half, problem.N):
+            shape = dy[part].shape
+            power = torch.randint(0, 11, (shape[0], 1), generator=generator, device=dy.device)
+            large = torch.randn(shape, generator=generator, device=dy.device) * torch.exp2(power)
+            noise = torch.randn(shape, generator=generator, device=dy.device)
+            dy[part] = large
+            again = dy[half + part.start : half + part.stop]
+            again.copy_(-dy[part])
+            again += noise * 0.01
     return replace(inputs, **changed)
 
 
-def incoming_gradient(operation: RowOperation) -> str:
-    """The name of the gradient that comes in: the rows that the forward neither takes nor saves."""
+def incoming_gradients(operation: RowOperation) -> list[str]:
+    """The names of the gradients that come in, whose sum is that of the result: the rows that the
+    forward neither takes nor saves."""
     probe = {
         name: torch.ones((1, 4) if operation.signature[gradient].role == "rows" else (4,))
         for name, gradient in operation.gradients.items()
     }
     assert operation.forward is not None
     _, saved = operation.forward(**probe)
-    return next(t.name for t in operation.signature.early if t.name not in saved)
+    return [tensor.name for tensor in operation.signature.early if tensor.name not in saved]

@@ -12,6 +12,7 @@ from .rmsnorm_add_forward import RMSNORM_ADD_FORWARD
 from .rmsnorm_backward import RMSNORM_BACKWARD
 from .rmsnorm_quantized import FORMATS, RMSNORM_FP8_FORWARD, RMSNORM_MXFP8_FORWARD
 from .rmsnorm_rope import RMSNORM_ROPE_BACKWARD, RMSNORM_ROPE_FORWARD
+from .rmsnorm_sum_backward import GRADIENTS, RMSNORM_SUM_BACKWARDS
 from .row_operation import RowOperation
 from .signature import Signature
 from .tensor import (
@@ -38,6 +39,9 @@ GATED = tuple(o.name for some in (GATED_BACKWARDS, GATED_FORWARDS) for o in some
 ROTATED = (RMSNORM_ROPE_BACKWARD.name, RMSNORM_ROPE_FORWARD.name)
 """The operations of RMSNorm with the rotary embedding, by name."""
 
+SUMMED = tuple(operation.name for operation in RMSNORM_SUM_BACKWARDS.values())
+"""The backwards of RMSNorm whose gradient is a sum, by name."""
+
 QUANTIZED = tuple(operation.name for operation in FORMATS.values())
 """The operations of RMSNorm that is quantized to FP8, by name."""
 
@@ -54,6 +58,7 @@ OPERATIONS: dict[str, RowOperation] = {
         RMSNORM_ROPE_BACKWARD,
         RMSNORM_ROPE_FORWARD,
         *FORMATS.values(),
+        *RMSNORM_SUM_BACKWARDS.values(),
     )
 }
 """All operations by name; `register` adds a user's own."""
@@ -77,6 +82,7 @@ __all__ = [
     "GATED",
     "GATED_BACKWARDS",
     "GATED_FORWARDS",
+    "GRADIENTS",
     "LAYERNORM_BACKWARD",
     "LAYERNORM_FORWARD",
     "OPERATIONS",
@@ -88,7 +94,9 @@ __all__ = [
     "RMSNORM_MXFP8_FORWARD",
     "RMSNORM_ROPE_BACKWARD",
     "RMSNORM_ROPE_FORWARD",
+    "RMSNORM_SUM_BACKWARDS",
     "ROTATED",
+    "SUMMED",
     "RowOperation",
     "Signature",
     "added_columns",

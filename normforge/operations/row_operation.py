@@ -33,7 +33,8 @@ class RowOperation:
     reference.
     forward: the operation whose backward this is, in PyTorch: takes the tensors that `gradients`
     names and returns the result and, by name, the inputs that it saves for the backward. gradients:
-    by argument of `forward`, the output that is its gradient. quantize: where the signature has
+    by argument of `forward`, the output that is its gradient. incoming: how many gradients come in,
+    whose sum is that of the result. quantize: where the signature has
     what is quantized, its mathematics: takes the first output in fp32 and the numbers of the call.
     """
 
@@ -43,6 +44,7 @@ class RowOperation:
     forward: Callable[..., tuple[Any, Mapping[str, Any]]] | None = None
     gradients: Mapping[str, str] = field(default_factory=dict)
     quantize: Callable[[Any, Mapping[str, float]], Quantized] | None = None
+    incoming: int = 1
 
     def __post_init__(self) -> None:
         fault = next(self._faults(), None)

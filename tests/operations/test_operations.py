@@ -31,6 +31,7 @@ from generator.operations import (
     RMSNORM_MXFP8_FORWARD,
     RMSNORM_ROPE_BACKWARD,
     RMSNORM_ROPE_FORWARD,
+    RMSNORM_SUM_BACKWARDS,
     Operation,
 )
 from generator.operations import rmsnorm_forward as forward_module
@@ -110,6 +111,13 @@ def exact(operation: Operation, inputs: Any) -> dict[str, torch.Tensor]:
         return {"rstd": found["rstd"].flatten().float()} | {
             name: found[name] for name in ("y8", "y_scales")
         }
+    if operation in RMSNORM_SUM_BACKWARDS:
+        count, dtype = len(operation.signature.early) - 1, inputs.x.dtype
+        dy = sum(getattr(inputs, name).double() for name in library.GRADIENTS[:count])
+        late = {"weight_offset": inputs.offset, "dresidual": inputs.dresidual}
+        found = reference_backward(dy, inputs.x, inputs.rstd, inputs.weight, **late)
+        dx, dw, *_ = found
+        return {"dx": dx.to(dtype), "dw": dw}
     names = ("y", "rstd", "residual_out")
     given = (inputs.x, inputs.weight, EPS, inputs.offset, inputs.residual)
     found = dict(zip(names, reference_forward(*given), strict=False))

@@ -297,8 +297,11 @@ def drawn(operation: RowOperation, offset: float = 0.0) -> tuple[dict[str, Any],
         name: leaves.get(name, value).detach() if torch.is_tensor(value) else value
         for name, value in saved.items()
     }
-    (incoming,) = (tensor.name for tensor in signature.early if tensor.name not in saved)
-    return given | {incoming: dy}, dict(zip(operation.gradients.values(), exact, strict=True))
+    incoming = [tensor.name for tensor in signature.early if tensor.name not in saved]
+    assert len(incoming) == operation.incoming
+    parts = {name: dy * share for name, share in zip(incoming, (2.0, -1.5, 0.5), strict=False)}
+    parts[incoming[0]] += dy - sum(parts.values())
+    return given | parts, dict(zip(operation.gradients.values(), exact, strict=True))
 
 
 def first_of(sums_of: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from generator.evaluate.verify.bench import Bench
 from generator.evaluate.verify.determinism import digest
 from generator.operations import Operation
 from generator.operations.operation import CHUNK_ELEMENTS, row_slices
-from generator.operations.row_inputs import incoming_gradient
+from generator.operations.row_inputs import incoming_gradients
 from normforge import operations
 
 _WORD = 0xFFFFFFFF
@@ -43,11 +43,11 @@ def seeded(operation: Operation, inputs: Any) -> Any:
     if operation.sums_rows:
         signature = operations.OPERATIONS[operation.name].signature
         rows = [t.name for t in signature.inputs if t.role in ("rows", "row") and not t.late]
-        incoming = incoming_gradient(operations.OPERATIONS[operation.name])
-        half = len(changed[incoming]) // 2
+        incoming = incoming_gradients(operations.OPERATIONS[operation.name])
+        half = len(changed[incoming[0]]) // 2
         for name in rows if half else ():
             first, second = changed[name][:half], changed[name][half : 2 * half]
-            if name == incoming:
+            if name in incoming:
                 _take_back(first, second)
             else:
                 second.copy_(first)
