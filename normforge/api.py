@@ -20,6 +20,7 @@ from .frontends.operators import Operators
 from .frontends.package import NormPackage, Shape
 from .frontends.patch import patch, unpatch
 from .frontends.rms_norm import Norm
+from .frontends.sum_backward import SumBackward
 from .serve.forward import Forward
 from .serve.kernels import Source
 from .serve.options import Arguments, Options
@@ -63,6 +64,11 @@ class Package(NormPackage):
         there are none."""
         served = NormAndAdd(source, self._forward)
         self._norm.added = self.ops.norm_and_add = served
+
+    def add_gradients_by(self, sources: Callable[[str], Source | str]) -> None:
+        """Let kernels serve the backwards of sums that a pass over a graph finds. sources: by
+        operation, finds those, or says why there are none."""
+        self.ops.sum_backward = SumBackward(sources)
 
     def _invariant_class(self) -> type[RMSNorm]:
         """The RMSNorm of the batch-invariant package for the same GPU. Raises RuntimeError."""

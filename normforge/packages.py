@@ -240,6 +240,7 @@ def _choose(operation: str) -> NormPackage:
     if operation == "rmsnorm_backward":
         made.gated, made.rotated = "normforge.gated_packages", "normforge.rope_packages"
         made.add_by(partial(source_by_gpu, NormAddPackage.operation))
+        made.add_gradients_by(source_by_gpu)
     if operation == "layernorm_backward":
         made._kernels.by(partial(source_by_gpu, LayerNormForwardPackage.operation))
     getattr(made, made._layer).__module__ = module  # pickle finds it there

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from .gradient_sums import fold_gradients
 from .routes import INPUTS, arguments_of, getitems, replace_node
 from .sums import fold_sums, nodes_between, terms_of
 
@@ -20,7 +21,8 @@ def fold_additions(graph: torch.fx.Graph, operators: Any) -> int:
     `r + norm(x)` becomes the operator that adds behind the norm, where `fold_sums` says so.
     `norm(a + b)` becomes the operator that adds, and its sum goes to all users of a + b.
     `dx + dresidual` becomes the backward with `dresidual`, where nobody else takes dx. Both terms
-    and the sum have one shape and one dtype, and the sum is contiguous.
+    and the sum have one shape and one dtype, and the sum is contiguous. Sums of gradients before a
+    backward go where `fold_gradients` says so.
     """
     # Of two norms that an addition stands between, the first reads and writes less with it.
     folded = fold_sums(graph, operators)
@@ -34,7 +36,7 @@ def fold_additions(graph: torch.fx.Graph, operators: Any) -> int:
             folded += _fold_before(node, operators.add_rms_norm)
         else:
             folded += _fold_after(node)
-    return folded
+    return folded + fold_gradients(graph, operators)
 
 
 def _fold_before(norm: Node, add_norm: Any) -> bool:

@@ -183,6 +183,8 @@ class Decompositions(dict[Any, Callable[..., Any]]):
 
 
 _SLOT = "post_grad_custom_pre_pass"
+_BESIDE = ("norm_and_add", "sum_backward")
+"""The servers beside the norm's own, which additions are folded for."""
 _FILES = tuple(map(str, sorted(Path(__file__).parent.glob("*.py"))))
 """Files of this folder, among them those that `route_graph` is made of."""
 
@@ -250,8 +252,9 @@ def make_backend(operators: NormOperators, **inductor_configs: Any) -> Callable[
                 ask_for_layouts(graph, operators)
 
             def uuid(self) -> bytes:
-                adds = getattr(getattr(operators, "norm_and_add", None), "missing", "")
-                return get_hash_for_files(_FILES, asks_for + adds)
+                beside = [getattr(operators, name, None) for name in _BESIDE]
+                missing = [getattr(one, "missing", "") for one in beside]
+                return get_hash_for_files(_FILES, repr((asks_for, missing)))
 
         asked = dict(list_mode_options(mode or "default"))
         asked |= {name.replace("-", "_"): value for name, value in (options or {}).items()}

@@ -17,6 +17,7 @@ _ELEMENTWISE = (
     *("abs", "addcmul", "addcdiv", "bfloat16", "clamp", "clamp_max", "clamp_min", "clip", "clone"),
     *(
         "contiguous",
+        "convert_element_type",
         "cos",
         "div",
         "double",

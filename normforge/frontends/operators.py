@@ -212,6 +212,7 @@ class Operators(NormOperators):
     add_rms_norm: ClassVar[Any]
     rms_norm_and_add: ClassVar[Any]
     rms_norm_backward: ClassVar[Any]
+    backward_of_sum: ClassVar[Any]
 
     def __init__(
         self, package: str, forward: Implementation, backward: Backward, quick: QuickCall
@@ -220,6 +221,8 @@ class Operators(NormOperators):
         self._forward = forward
         self.norm_and_add: Implementation = partial(norm_then_add, forward)
         """Serves (x, r, weight, eps, weight_offset) with r + norm(x) and rstd."""
+        self.sum_backward: Any = None
+        """Serves backwards of sums; None: additions and the backward do."""
 
 
 # ---- Registered once, when this is imported ------------------------------------------------------

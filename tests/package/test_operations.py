@@ -32,6 +32,7 @@ from normforge.operations import (
     RMSNORM_ADD_FORWARD,
     RMSNORM_BACKWARD,
     RMSNORM_INVARIANT_BACKWARD,
+    RMSNORM_SUM_BACKWARDS,
     ROTATED,
 )
 from normforge.packages import open_package
@@ -135,6 +136,24 @@ def use_layer_norm_forward(package: Any) -> list[Any]:
     return results
 
 
+def use_sum(package: Any, count: int) -> list[Any]:
+    import torch
+
+    torch.manual_seed(0)
+    x, dresidual, *gradients = torch.randn(2 + count, 2, 5, 128)
+    given = (x, torch.rand(2, 5, 1), torch.rand(128))
+    options = {"weight_offset": 1.0, "dresidual": dresidual.bfloat16()}
+    if not hasattr(package, "rms_norm"):
+        try:
+            package.rmsnorm_backward(gradients[1:], *given)
+        except ValueError as error:
+            assert f"adds {count} gradients, and got {count - 1}" in str(error)
+        summed: Any = gradients
+    else:  # the library's function takes the sum
+        summed = sum(gradients)
+    return [*package.rmsnorm_backward(summed, *given, **options)]
+
+
 # ---- What each operation's package is ------------------------------------------------------------
 
 
@@ -162,10 +181,15 @@ KINDS = {
         for format, one in FORMATS.items()
     },
     RMSNORM_ADD_FORWARD.name: Kind(normforge, use_add),
+    **{
+        one.name: Kind(normforge, use_sum, {"count": count})
+        for count, one in RMSNORM_SUM_BACKWARDS.items()
+    },
     LAYERNORM_BACKWARD.name: Kind(layernorm, use_layer_norm),
     LAYERNORM_FORWARD.name: Kind(layernorm, use_layer_norm_forward),
 }
-EXPLAIN_OFFSETS = (RMSNORM_ADD_FORWARD.name, *QUANTIZED)
+SUMMED = [one.name for one in RMSNORM_SUM_BACKWARDS.values()]
+EXPLAIN_OFFSETS = (RMSNORM_ADD_FORWARD.name, *QUANTIZED, *SUMMED)
 of_operation = pytest.mark.parametrize("name", NAMES)
 
 
