@@ -135,8 +135,8 @@ def layernorm() -> str:
     least, where = found.least
     limit = MEAN_LIMITS["layernorm_backward"]
     ran = found.environment["module"].get("cubins", {})
-    tuned = [one["kernel"] for one in generated("h200", "layernorm_backward", "table.json")["tuned"]]
-    same = all(ran.get(kernel["file"]) == kernel["digest"] for kernel in tuned)
+    tuned = generated("h200", "layernorm_backward", "table.json")["tuned"]
+    same = all(ran.get(one["kernel"]["file"]) == one["kernel"]["digest"] for one in tuned)
     said = paragraph(
         f"{'' if same else 'The kernels were those of an earlier package. '}"
         f"{len(found.rows)} shapes, geometric means. The closest peer takes"
