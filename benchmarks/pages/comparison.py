@@ -134,9 +134,13 @@ def layernorm() -> str:
     )
     least, where = found.least
     limit = MEAN_LIMITS["layernorm_backward"]
-    said = (
+    ran = found.environment["module"].get("cubins", {})
+    tuned = generated("h200", "layernorm_backward", "table.json")["tuned"]
+    same = all(ran.get(one["kernel"]["file"]) == one["kernel"]["digest"] for one in tuned)
+    said = paragraph(
+        f"{'' if same else 'The kernels were those of an earlier package. '}"
         f"{len(found.rows)} shapes, geometric means. The closest peer takes"
-        f" {100 * (least - 1):.1f} % longer, at {where}. The errors of dx, dgamma\nand dbeta are at"
+        f" {100 * (least - 1):.1f} % longer, at {where}. The errors of dx, dgamma and dbeta are at"
         f" most {worst:.3f} times those of ATen. The project's goal, at most {limit} times the"
         f" floor, is {'met' if found.ours <= limit else 'missed'}."
     )

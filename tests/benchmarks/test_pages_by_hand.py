@@ -288,7 +288,11 @@ def test_layernorm_beside_its_peers(folder: Path) -> None:
     ]
     document = comparison_of(*rows)
     document["environment"]["peers"] = {"aten": "torch 2.11.0", "cudnn": "cuDNN 9.1"}
+    document["environment"]["module"] = {"cubins": {"a": "1", "c": "2"}}
     write(folder, "layernorm_h200", document)
+    kernels = [{"file": "a", "digest": "1"}, {"file": "c", "digest": "2"}]
+    table = {"tuned": [{"kernel": kernel} for kernel in kernels]}
+    write(folder, "h200/layernorm_backward/table", table)
     page = comparison.layernorm()
     assert cells(page, "**Normforge**")[0] == "**1.01**"  # √1.02
     # Roots of 2 * 4, and of 2 * 40 / 10.2; the least is the one of A.
@@ -298,6 +302,10 @@ def test_layernorm_beside_its_peers(folder: Path) -> None:
     said = " ".join(page.split())
     assert f"The closest peer takes 2.0 % longer, at {C}" in said
     assert "at most 1.250 times those of ATen" in said and "is met" in said
+    assert "earlier package" not in said
+    kernels[1]["digest"] = "3"  # tuned again
+    write(folder, "h200/layernorm_backward/table", table)
+    assert "The kernels were those of an earlier package." in comparison.layernorm()
 
 
 def test_forwards_are_over_the_copy_of_their_round(folder: Path) -> None:

@@ -118,10 +118,6 @@ def test_missing_and_damaged_packages_are_one_sentence(
     assert "table.json is damaged" in said
 
 
-OF_OLDER_TEMPLATES = {"h200/layernorm_backward"}
-"""Packages whose kernels were tuned before their template changed."""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [[], ["--sources"]])
 def test_some_kernels_of_the_committed_packages_agree(
@@ -132,6 +128,6 @@ def test_some_kernels_of_the_committed_packages_agree(
     made_here = f"made by NVRTC {nvrtc_version()},"
     told = dict(line.split(": ", 1) for line in said.splitlines() if made_here in line)
     differ = {name for name, rest in told.items() if not rest.startswith("1 of 1 kernels agree")}
-    assert differ == OF_OLDER_TEMPLATES & told.keys()
+    assert differ == set()
     packages = {"/".join(path.parts[-3:-1]) for path in GENERATED.glob(f"*/*/{TABLE}")}
     assert told.keys() in (packages, set()), "all packages were made by one version"

@@ -178,8 +178,7 @@ extern "C" __global__ void  layernorm_backward(ARGUMENTS(Arguments, args)) {
   const int rank = static_cast<int>(cluster_rank());
   const unsigned participants = gridDim.x / kCluster;
   const int columns = 2 * (kExact ? kColumns : args.columns);  // of all sums
-  // The 0 is DwOutput::first. Kernels of any length (kExact false) do not exist: the second kernel of
-  // `separate` would sum some of the columns.
+  // The 0 is DwOutput::first.
   column_sums::DwStrategy strategy{args.dw,      args.dw_mode, 0,
                                    args.counters, args.zeroed, args.scratch,
                                    participants, static_cast<unsigned>(args.group), columns,
@@ -224,8 +223,8 @@ extern "C" __global__ void  layernorm_backward(ARGUMENTS(Arguments, args)) {
     pipeline.await();
     pipeline.read(xs, dys, batch);
     if constexpr (kResidual && !kReload) pipeline.read_residual(residuals, batch);
-    // Of every row the first sum, and behind those of all rows the next. Where there is no element, dy is
-    // 0 and adds nothing to any of them.
+    // Of every row the first sum, and behind those of all rows the next. Where there is no element, all
+    // that is read is 0, and has to add 0 to each of them.
     float sum[2 * kRowsInFlight] = {};
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u)
