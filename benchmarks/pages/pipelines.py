@@ -86,5 +86,8 @@ def packages(part: str) -> str:
 PIPELINE_BLOCKS: dict[str, Callable[[], str]] = {
     "pipelines": pipelines,
     "conditions": conditions,
-    **{f"packages_{part}": partial(packages, part) for part in (*GPUS, "more_h100")},
+    **{
+        f"packages_{part}": partial(packages, part)
+        for part in (*GPUS, "more_h100", "layernorm_h200")
+    },
 }

@@ -176,7 +176,7 @@ def test_committed_studies_are_of_todays_code(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(module, "_digests", {})
     neutral = {name: facts.neutral for name, facts in KNOBS.items() if facts.neutral is not None}
     names = [entry["study_name"] for entry in committed(0)]
-    assert len(names) == 353 and sum(name.startswith("layernorm_b") for name in names) == 47
+    assert len(names) == 359 and sum(name.startswith("layernorm_b") for name in names) == 47
     for entry in committed(4, step=100):
         choices = {k: json.loads(d)["attributes"] for k, d in entry["distributions"].items()}
         known = {k: choices[k]["choices"][int(i)] for k, i in entry["params"].items()}

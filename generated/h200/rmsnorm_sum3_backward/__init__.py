@@ -1,0 +1,21 @@
+"""rmsnorm_sum3_backward for NVIDIA H200 SXM 141GB. Written by Normforge; tune again instead of editing."""
+
+try:
+    from normforge.packages import open_package
+except ImportError as error:
+    raise ImportError(
+        f"{__name__} needs the library normforge ({error}): install it, or make a package that "
+        "stands alone with `python tune.py export --standalone`"
+    ) from error
+
+_package = open_package(__file__, __name__, "rmsnorm_sum3_backward")
+
+PROVENANCE = _package.provenance
+explain = _package.explain
+rmsnorm_backward = _package.rmsnorm_backward
+
+__all__ = [
+    "PROVENANCE",
+    "explain",
+    "rmsnorm_backward",
+]
