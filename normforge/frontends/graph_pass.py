@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +22,7 @@ from torch.fx import GraphModule, Node
 
 from .additions import fold_additions
 from .decomposed import replace_decomposed
+from .inductor import FILES, SLOT, is_free, missing_beside
 from .layouts import ask_for_layouts
 from .left import write_out
 from .library import VERSION, namespace
@@ -182,17 +182,10 @@ class Decompositions(dict[Any, Callable[..., Any]]):
         return dict, ({"Inductor's decompositions, without": self._norm},)
 
 
-_SLOT = "post_grad_custom_pre_pass"
-_BESIDE = ("norm_and_add", "sum_backward")
-"""The servers beside the norm's own, which additions are folded for."""
-_FILES = tuple(map(str, sorted(Path(__file__).parent.glob("*.py"))))
-"""Files of this folder, among them those that `route_graph` is made of."""
-
-
 def _refuse_other(given: Any) -> None:
-    if given:
+    if not is_free(given):
         raise ValueError(
-            f"inductor_backend routes its norms in torch._inductor.config.{_SLOT}, where there is "
+            f"inductor_backend routes its norms in torch._inductor.config.{SLOT}, where there is "
             "a pass already: unset that one, or make it the post_grad_custom_post_pass"
         )
 
@@ -232,7 +225,7 @@ def make_backend(operators: NormOperators, **inductor_configs: Any) -> Callable[
     Raises ValueError where post_grad_custom_pre_pass is set, here or, once it compiles, in
     torch._inductor.config.
     """
-    _refuse_other(inductor_configs.get(_SLOT))
+    _refuse_other(inductor_configs.get(SLOT))
     asks_for = repr((namespace, VERSION, operators.package))
 
     def normforge_inductor(
@@ -252,17 +245,15 @@ def make_backend(operators: NormOperators, **inductor_configs: Any) -> Callable[
                 ask_for_layouts(graph, operators)
 
             def uuid(self) -> bytes:
-                beside = [getattr(operators, name, None) for name in _BESIDE]
-                missing = [getattr(one, "missing", "") for one in beside]
-                return get_hash_for_files(_FILES, repr((asks_for, missing)))
+                return get_hash_for_files(FILES, repr((asks_for, missing_beside(operators))))
 
         asked = dict(list_mode_options(mode or "default"))
         asked |= {name.replace("-", "_"): value for name, value in (options or {}).items()}
         asked |= inductor_configs
         with config.patch(asked):
-            _refuse_other(getattr(config, _SLOT))
+            _refuse_other(getattr(config, SLOT))
             table = None if has_tiny_eps(module, operators) else Decompositions(operators)
-        settings = {**asked, _SLOT: RouteNorms()}
+        settings = {**asked, SLOT: RouteNorms()}
         route_before_autograd(module, operators)
         return compile_fx(
             module, example_inputs, decompositions=table, config_patches=settings, **more

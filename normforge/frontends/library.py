@@ -24,6 +24,9 @@ VERSION = "v1"
 traced around the operators. Compilers keep backwards on disk that were traced by an older version
 of this code: the calls in them have the older VERSION, which nothing serves any more."""
 
+TRACED: list[Callable[[], None]] = []
+"""Functions that are called when a tracer meets an operator."""
+
 Implementation = Callable[..., "tuple[torch.Tensor, ...]"]
 
 
@@ -54,6 +57,8 @@ def define(name: str, schema: str, run: Implementation, fake: Implementation) ->
 
     def trace(*args: Any) -> tuple[torch.Tensor, ...]:
         _tell_inductor(operator)
+        for learn in TRACED:
+            learn()
         return fake(*args)
 
     torch.library.register_fake(f"{namespace}::{overload}", trace, lib=_library)

@@ -1,0 +1,88 @@
+"""Lets plain torch.compile fold additions into the operators of packages.
+
+Inductor has one place for a pass of somebody else. A pass that folds goes there, if it is free,
+when an operator is traced while Inductor is loaded. It changes graphs with operators of packages
+alone. What an `inductor_backend()` compiles has the pass of that instead.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .additions import fold_additions
+from .layer_norm_operators import LayerNormOperators
+from .layouts import ask_for_layouts
+from .library import TRACED, VERSION, namespace
+from .operators import NormOperators, Operators
+from .routes import arguments_of
+
+SLOT = "post_grad_custom_pre_pass"
+FILES = tuple(map(str, sorted(Path(__file__).parent.glob("*.py"))))
+"""Files of this folder, among them those that passes are made of."""
+_NORMS: tuple[type[NormOperators], ...] = (Operators, LayerNormOperators)
+_BESIDE = ("norm_and_add", "sum_backward")
+_log = logging.getLogger(__name__)
+
+
+def missing_beside(operators: Any) -> list[str]:
+    """Say which kernels there are that additions are folded for, beside the norm's own."""
+    return [getattr(getattr(operators, name, None), "missing", "") for name in _BESIDE]
+
+
+def fold_all(graph: torch.fx.Graph) -> int:
+    """Fold the additions of a graph into the operators of whatever packages are in it. Returns how
+    many."""
+    folded = 0
+    for norm in _NORMS:
+        found = [node for node in graph.nodes if node.target in norm.all]
+        for package in dict.fromkeys(arguments_of(node)["package"] for node in found):
+            operators = norm.served(package)
+            if operators.package == package:
+                folded += fold_additions(graph, operators)
+        if found:
+            ask_for_layouts(graph, norm)
+    if folded:
+        graph.lint()
+        _log.info("folded %d additions into norms", folded)
+    return folded
+
+
+@cache
+def folding_pass() -> Any:
+    """Return the pass, for this process. Inductor is loaded."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+    class FoldAdditions(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            fold_all(graph)
+
+        def uuid(self) -> bytes:
+            known = [dict(norm.served.known) for norm in _NORMS]
+            there = [[(n, missing_beside(o)) for n, o in sorted(some.items())] for some in known]
+            return get_hash_for_files(FILES, repr((namespace, VERSION, there)))
+
+    return FoldAdditions()
+
+
+def is_free(given: Any) -> bool:
+    """Return True if Inductor's place for a pass is empty, or has the one of this module."""
+    return given is None or (folding_pass.cache_info().currsize > 0 and given is folding_pass())
+
+
+def _let_inductor_fold() -> None:
+    config: Any = sys.modules.get("torch._inductor.config")
+    if config is None:
+        return
+    with suppress(AttributeError):  # another thread is importing it
+        if getattr(config, SLOT) is None:
+            setattr(config, SLOT, folding_pass())
+
+
+TRACED.append(_let_inductor_fold)
