@@ -439,6 +439,8 @@ def test_an_offset_is_added_to_the_columns(serve: Any, server: RowServer, driver
     assert {
         seen.arguments.weight_offset for seen in driver.launches if seen.function == "blend"
     } == {0.0}
+    for offset in (0.0, 1.0, 2.0):  # calls like those that came, with an offset of their own
+        check(serve(tensors, offset), tensors | {"g": tensors["g"] + offset})
     exact = evaluate(BLEND, moved)
     for name, out in server(tensors, 2.0).items():
         assert torch.equal(out, exact[name]), name
