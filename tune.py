@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
         return run(argv)
     except ModuleNotFoundError as error:
         name = (error.name or "").split(".")[0]
-        if name in ("", "generator"):
+        if name in ("", "generator", "normforge"):
             raise
         print(
             f"tune.py: this Python ({sys.executable}) has no package '{name}': install what is "

@@ -39,6 +39,7 @@ class InvariantNorm(Norm):
         self._lock = Lock()
         # A graph may ask for them before anybody here has.
         operators.of_form = lambda form: self.of_form(form).operators  # type: ignore[method-assign]
+        operators.retire = self._forget_forms
 
     @overload
     def rms_norm(
@@ -122,6 +123,11 @@ class InvariantNorm(Norm):
     def _make(self, name: str) -> MatchingNorm:
         found = self._by_name[name] = self.of_form(form_of(name))
         return found
+
+    def _forget_forms(self) -> None:
+        """Leave the names of the forms to the package that has taken the name of this one."""
+        for norm in tuple(self._by_form.values()):
+            self.operators.served.known.pop(norm.operators.package, None)
 
     def of_form(self, form: str) -> MatchingNorm:
         """The norm whose forward adds in this form. Its operators have the form behind the name of

@@ -16,7 +16,7 @@ from ..operations import GRADIENTS
 from .graph_values import is_contiguous, same_size, value_of
 from .routes import INPUTS
 
-_STEPS = {"x": 2, **dict.fromkeys(GRADIENTS, 2), "residual": 1, "r": 1, "dresidual": 1}
+_STEPS = {"x": 2, **dict.fromkeys(GRADIENTS, 2), "residual": 1, "r": 2, "dresidual": 1}
 """The strides with which kernels step through the rows of an argument: two for those of heads."""
 
 

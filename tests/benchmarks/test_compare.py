@@ -404,10 +404,12 @@ def test_a_results_file_has_a_line_for_each_row() -> None:
     assert [json.loads(line.strip().rstrip(",")) for line in lines] == [*rows, rows[0], rows[0]]
 
 
-def test_paths_are_asked_once_per_width_and_ours_per_strategy(tmp_path: Path) -> None:
-    some = [row(Problem.parse(shape)) for shape in ("1x64:bf16", "2x64:bf16", "3x64:bf16")]
+def test_paths_are_asked_once_per_kind_and_ours_per_strategy(tmp_path: Path) -> None:
+    """A kind is a width with its dtypes. What is known is not asked again."""
+    shapes = "1x64:bf16 2x64:bf16 3x64:bf16 4x64:bf16:fp32 5x64:fp32 6x96:bf16 7x96:bf16"
+    some = [row(Problem.parse(shape)) for shape in shapes.split()]
     some[1]["strategy"] = "separate"
-    for each in some:
+    for each in some[:-1]:
         each["ours_path"] = each["peers"]["aten"]["path"] = None
         each["peers"]["quack"]["us"] = None  # not measured
     asked = []
@@ -416,7 +418,12 @@ def test_paths_are_asked_once_per_width_and_ours_per_strategy(tmp_path: Path) ->
     comparison.plan = SimpleNamespace(until=float("inf"))
     comparison._path = lambda name, problem: asked.append((name, problem.M)) or f"{name}{problem.M}"
     comparison.record_paths(Results(tmp_path / "h200.json", ENVIRONMENT, some))
-    assert sorted(asked) == [("aten", 1), ("ours", 1), ("ours", 2)]
-    assert [each["ours_path"] for each in some] == ["ours1", "ours2", "ours1"]
-    assert {each["peers"]["aten"]["path"] for each in some} == {"aten1"}
+    assert sorted(asked) == [
+        *(("aten", M) for M in (1, 4, 5, 6)),
+        *(("ours", M) for M in (1, 2, 4, 5, 6)),
+    ]
+    kinds = [f"ours{M}" for M in (1, 2, 1, 4, 5, 6)]
+    assert [each["ours_path"] for each in some] == [*kinds, "kernel"]
+    kinds = [f"aten{M}" for M in (1, 1, 1, 4, 5, 6)]
+    assert [each["peers"]["aten"]["path"] for each in some] == [*kinds, "kernel"]
     assert {each["peers"]["quack"]["path"] for each in some} == {"kernel"}

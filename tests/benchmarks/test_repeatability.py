@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks import repeatability, shape_by_shape
-from benchmarks.repeatability import agreement, summary, tie
+from benchmarks.repeatability import agreement, gap, summary, tie
 from generator.evaluate.gpu import noise
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.variant import Variant, make_variant
@@ -184,6 +184,9 @@ def test_kernels_tie_within_one_percent_or_two_standard_errors() -> None:
     assert not tie([1.02 * ratio for ratio in drifting], drifting), "the blocks are paired"
     # 3 % slower: by three standard errors of 1 %, and by one and a half of 2 %.
     assert not tie([1.02, 1.04], [1.0, 1.0]) and tie([1.01, 1.05], [1.0, 1.0])
+    few, many = ([1.0, 1.03] * count for count in (1, 8))
+    assert tie(few, [1.0] * 2) and not tie(many, [1.0] * 16), "more blocks make it surer"
+    assert gap(many, [1.0] * 16) == pytest.approx((0.015, 0.015 / 15**0.5))
 
 
 def test_agreement_counts_pairs_by_who_chose() -> None:

@@ -256,17 +256,27 @@ def test_studies_that_a_disk_does_not_give(
     assert "cannot read the studies ([Errno 5] Input/output error: " in capsys.readouterr().err
 
 
-def test_missing_package_is_said() -> None:
-    """tune.py may be started by another Python than that of the environment."""
-    script = (
-        f"import sys; sys.modules['optuna'] = None; import tune; sys.exit(tune.main({RUN.split()}))"
-    )
-    done = subprocess.run(
+def run_without(module: str) -> subprocess.CompletedProcess[str]:
+    hidden = f"import sys; sys.modules['{module}'] = None"
+    script = f"{hidden}; import tune; sys.exit(tune.main({RUN.split()}))"
+    return subprocess.run(
         [sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True
     )
+
+
+def test_missing_package_is_said() -> None:
+    """tune.py may be started by another Python than that of the environment."""
+    done = run_without("optuna")
     assert done.returncode == 2 and done.stdout == ""
     (sentence,) = done.stderr.splitlines()
     assert "has no package 'optuna': install what is needed" in sentence
+
+
+@pytest.mark.parametrize("module", ["generator.cli.main", "generator.problem", "normforge.table"])
+def test_missing_file_of_the_checkout_is_no_package_to_install(module: str) -> None:
+    done = run_without(module)
+    assert done.returncode == 1 and "install" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith(f"ModuleNotFoundError: import of {module} ")
 
 
 IMPORTED = """

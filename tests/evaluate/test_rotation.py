@@ -50,11 +50,12 @@ def test_a_timer_flushes_or_rotates(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rotating.facts() == {"condition": "rotation", **facts}
 
 
-@pytest.mark.parametrize(("count", "sets"), [(2, 6), (3, 33), (5, 7), (8, 6)])
+@pytest.mark.parametrize(("count", "sets"), [(2, 6), (3, 33), (5, 7), (8, 6), (1, 33), (2, 70)])
 def test_each_set_is_the_one_used_longest_ago(
     monkeypatch: pytest.MonkeyPatch, count: int, sets: int
 ) -> None:
-    """It is also where a replay follows another, whatever the number of launches is."""
+    """It is also where a replay follows another, whatever the number of launches is, and where
+    there are more sets than launches."""
     clock = FakeClock(monkeypatch)
 
     def operation(name: str) -> list[Callable[[], None]]:

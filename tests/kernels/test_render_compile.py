@@ -492,6 +492,26 @@ def test_source_architecture_and_cap_each_have_an_entry(
     assert len(count_compiles) == len(entries(tmp_path)) == 4
 
 
+def test_what_another_compiler_made_is_not_looked_at(
+    tmp_path: Path, count_compiles: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor what it made with other options, nor an entry of another format."""
+    first = compile_cached(tmp_path, TINY, "sm_90a")
+    for name, other in (
+        ("nvrtc_version", lambda: "99.9"),
+        ("compile_options", lambda *_: ["--another"]),
+        ("ENTRY_FORMAT", -1),
+    ):
+        before = len(count_compiles)
+        with monkeypatch.context() as later:
+            later.setattr(f"generator.kernels.cubin_cache.{name}", other)
+            for _ in range(2):
+                compile_cached(tmp_path, TINY, "sm_90a")
+        assert len(count_compiles) == before + 1, name
+    assert compile_cached(tmp_path, TINY, "sm_90a") == first
+    assert len(count_compiles) == len(entries(tmp_path)) == 4
+
+
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "empty": lambda content: b"",
     "truncated": lambda content: content[: len(content) // 2],

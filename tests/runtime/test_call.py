@@ -205,8 +205,11 @@ def test_kernel_gets_what_the_options_ask_for(
     calls.device.capturing = capturing
     if "dw_out" in change:
         change = {"dw_out": calls.dw(change["dw_out"])}
+    versions = {name: out._version for name, out in change.items() if out is not None}
     call = calls(options=options, **change)
     given, (dx, dw) = call.given, call.results
+    for name, version in versions.items():
+        assert getattr(given, name)._version == version + 1, "autograd knows that it was written"
     places = {name: address(getattr(given, name)) for name in ("x", "dy", "rstd", "weight")}
     places |= {"dx": address(dx), "dw": address(dw), "dresidual": 0, "dresidual_out": 0}
     assert call.tensors == places

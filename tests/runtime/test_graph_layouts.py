@@ -145,3 +145,39 @@ def test_the_rest_is_asked_for_contiguous(
     assert (asked, named) == ({}, {})
     assert tuple(tuple(map(int, one.stride())) for one in (dy, x)) == wanted
     assert rstd.shape == (B, S, H, 1)
+
+
+STREAMS: dict[str, Callable[..., Any]] = {
+    "dresidual": lambda ops, stream, x, w: ops.rms_norm_backward(
+        x, x, x.square().mean(-1, keepdim=True), w, stream, None, 0.0, True, True, ops.package
+    ),
+    "residual": lambda ops, stream, x, w: ops.add_rms_norm(x, stream, w, 1e-6, 0.0, ops.package),
+    "r": lambda ops, stream, x, w: ops.rms_norm_and_add(x, stream, w, 1e-6, 0.0, ops.package),
+}
+OF_STREAM = LAYOUTS | {"rows apart": lambda x: x.repeat(1, 1, 1, 2)[..., :D]}
+
+
+@pytest.mark.parametrize("of_x", ["contiguous", "packed heads"])
+@pytest.mark.parametrize("of_stream", OF_STREAM)
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_stream_stays_where_its_kernel_reads_it(
+    package: Package, name: str, of_stream: str, of_x: str
+) -> None:
+    """A residual and its gradient are read at one stride, and what is added behind a norm like the
+    heads that are normalized."""
+
+    def step(stream: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> Any:
+        return STREAMS[name](package.ops, OF_STREAM[of_stream](stream), OF_STREAM[of_x](x), w)
+
+    given = (*(randn(B, S, H, D, seed=seed) for seed in (0, 1)), randn(D))
+    graph = make_fx(step, tracing_mode="fake")(*given).graph
+    ask_for_layouts(graph, package.ops)
+    (node,) = (node for node in graph.nodes if node.target in package.ops.all)
+    names = [argument.name for argument in node.target._schema.arguments]
+    asked = dict(zip(names, node.meta[INPUTS][0], strict=False))[name]
+    lies = OF_STREAM[of_stream](given[0])
+    rows, of_heads = row_layout(lies), row_layout(OF_STREAM[of_x](given[1]))
+    assert of_heads is not None
+    along = name == "r" and rows is not None and rows.inner in (of_heads.inner or rows.inner, 0)
+    stays = rows is not None and (not rows.inner or along)
+    assert tuple(map(int, asked.stride())) == (lies.stride() if stays else PLAIN)

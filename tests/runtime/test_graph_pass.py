@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +27,13 @@ from normforge.frontends.graph_pass import (
 from normforge.frontends.inductor import is_free
 from normforge.frontends.library import VERSION, namespace
 from normforge.frontends.operators import Operators
-from tests.support.entry_points import FORWARD_STAYS_WHOLE, needs_whole_forward, randn, spied
+from tests.support.entry_points import (
+    FORWARD_STAYS_WHOLE,
+    needs_whole_forward,
+    randn,
+    spied,
+    write_package,
+)
 from tests.support.graph_steps import ATEN, Step, results
 
 pytestmark = pytest.mark.usefixtures("aten")
@@ -429,6 +437,28 @@ def test_backend_decomposes_as_its_settings_say_all_but_norms(
         assert wanted != set(select_decomp_table())
     assert wanted > set(norm_operators(Operators)) > set()
     assert set(given["decompositions"]) == wanted - set(norm_operators(Operators))
+
+
+def test_caches_tell_packages_apart_and_those_that_add(
+    package: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inductor keeps what it compiles under the pass's uuid: a graph that is routed to one package,
+    or has additions folded into its norms, is no other's."""
+    from torch._inductor import compile_fx
+
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(compile_fx, "compile_fx", lambda *_, **options: given.update(options))
+
+    def uuid(of: Package) -> Any:
+        make_backend(of.ops)(trace(none), [])
+        return given["config_patches"]["post_grad_custom_pre_pass"].uuid()
+
+    assert uuid(package) == uuid(package) != uuid(write_package(tmp_path / "other"))
+    found = []
+    for missing in ("", "there is no package"):
+        monkeypatch.setattr(package.ops, "norm_and_add", SimpleNamespace(missing=missing))
+        found.append(uuid(package))
+    assert found[0] != found[1]
 
 
 def test_backend_refuses_another_pass_in_the_place_of_its_own(

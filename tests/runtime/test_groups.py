@@ -199,26 +199,28 @@ def test_a_call_that_differs_in_addresses_alone_is_laid_out_once(
     assert first.cos != second.cos and first.dx != second.dx and first.period == second.period == S
 
 
-@pytest.mark.parametrize("kind", ["packed", "dense", "columns apart"])
+@pytest.mark.parametrize("kind", ["packed", "dense", "columns apart", "at an odd address"])
 @pytest.mark.parametrize("x_is_packed", [True, False])
 def test_a_gradient_is_written_where_it_is_to_lie(
     serve: Any, driver: Device, x_is_packed: bool, kind: str
 ) -> None:
-    """One that kernels cannot write there is copied."""
+    """One that kernels cannot write there is copied, by a known call as by the first one."""
     dx = {
         "packed": torch.zeros(B, S, 3 * H, N)[:, :, H : 2 * H],
         "dense": torch.zeros(B, S, H, N),
-        "columns apart": torch.zeros(B, S, H, N, 2)[..., 1],
+        "columns apart": torch.zeros(B, S, H, N, 2)[..., 0],
+        "at an odd address": torch.zeros(B, S, H, N, 2)[..., 1],
     }[kind]
     tensors = plain(x=random(B, S, 2 * H, N)[:, :, :H] if x_is_packed else random(B, S, H, N))
-    found = serve(tensors, dx=dx)
-    check(found, tensors)
-    assert found["dx"] is dx
-    args = driver.launches[0].arguments
-    assert (args.dx == dx.data_ptr()) is (kind != "columns apart")
-    assert args.dx_gap == (2 * H * N if kind == "packed" else 0)
-    if kind == "packed":
-        assert not dx._base[:, :, :H].any() and not dx._base[:, :, 2 * H :].any()  # type: ignore[index]
+    for place in range(2):
+        found = serve(tensors, dx=dx.zero_())
+        check(found, tensors)
+        assert found["dx"] is dx
+        args = driver.launches[place].arguments
+        assert (args.dx == dx.data_ptr()) is (kind in ("packed", "dense"))
+        assert args.dx_gap == (2 * H * N if kind == "packed" else 0)
+        if kind == "packed":
+            assert not dx._base[:, :, :H].any() and not dx._base[:, :, 2 * H :].any()  # type: ignore[index]
 
 
 def test_the_formula_writes_there_too() -> None:

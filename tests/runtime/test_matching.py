@@ -115,6 +115,17 @@ def test_a_graph_may_ask_for_a_form_before_anybody_else() -> None:
     assert norm.operators is Operators.served(name) and torch.equal(y, norm.rms_norm(x, None, 1e-6))
 
 
+def test_a_package_that_is_loaded_again_serves_its_forms_as_well() -> None:
+    """A graph that was compiled before asks for a form by its name alone."""
+    folder = GENERATED / "h200" / "rmsnorm_invariant_backward"
+    first = BatchInvariantPackage(folder, "of a test")
+    form = "of a test+tiles_in_pairs"
+    assert Operators.served(form) is first._norm.matching("vllm-triton3.8").operators
+    again = BatchInvariantPackage(folder, "of a test")
+    assert Operators.served(form) is again._norm.matching("vllm-triton3.8").operators
+    assert first._norm.matching("vllm-triton3.8").operators is not Operators.served(form)
+
+
 def test_module_refuses_what_vllm_does_not_have() -> None:
     with pytest.raises(ValueError, match="weight_offset must be 0"):
         batch_invariant.RMSNorm(64, weight_offset=1.0, matches=NAMED)

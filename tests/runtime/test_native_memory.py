@@ -106,11 +106,13 @@ def test_scratch_that_was_lost_leaves_calls_to_python_until_there_is_new(
 def test_scratch_that_comes_back_has_room_for_the_largest_plan(
     machine: Machine, make: Any, monkeypatch: pytest.MonkeyPatch, failures: int
 ) -> None:
-    """However small the call is that brings it back, and however often it failed to come."""
+    """However small the calls are that came last and that bring it back, and however often it
+    failed to come."""
     package = make(SEPARATE)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     learned(package, M=16)
     needed = machine.allocated[machine.native[-2].arguments.scratch][0]
+    learned(package, M=4)
     with without_memory(machine, package):
         for M in (4096, 2048)[:failures]:
             learned(package, M=M)

@@ -295,11 +295,12 @@ def test_what_lies_elsewhere_is_not_like_a_known_call(serve: Any, chosen: list[A
     check(serve(tensors), tensors)
     for name in "fg":
         assert isinstance(serve(tensors | {name: random(N + 1)[1:]}), str)
-    negated = plain(c=torch.complex(random(*SHAPE), random(*SHAPE)).conj().imag)
-    for change in ({"b": KINDS["by column"]}, {"b": KINDS["columns apart"]}, negated):
+    negated = [plain(c=torch.complex(random(*SHAPE), random(*SHAPE)).conj().imag)]
+    negated += [{name: torch._neg_view(tensors[name])} for name in "abcrsgf"]
+    for change in ({"b": KINDS["by column"]}, {"b": KINDS["columns apart"]}, *negated):
         for again in (tensors | change, moved(tensors) | change):
             check(serve(again), again)
-    assert len(chosen) == 9
+    assert len(chosen) == 23
 
 
 def test_a_known_call_follows_its_stream_and_its_scratch(
@@ -438,6 +439,8 @@ def test_an_offset_is_added_to_the_columns(serve: Any, server: RowServer, driver
     assert {
         seen.arguments.weight_offset for seen in driver.launches if seen.function == "blend"
     } == {0.0}
+    for offset in (0.0, 1.0, 2.0):  # calls like those that came, with an offset of their own
+        check(serve(tensors, offset), tensors | {"g": tensors["g"] + offset})
     exact = evaluate(BLEND, moved)
     for name, out in server(tensors, 2.0).items():
         assert torch.equal(out, exact[name]), name

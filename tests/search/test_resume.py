@@ -13,6 +13,7 @@ import pytest
 from optuna.storages import BaseStorage
 
 from generator.errors import NormforgeError
+from generator.kernels.geometry import Config
 from generator.kernels.knobs import KNOBS
 from generator.paths import GENERATED
 from generator.problem import Problem
@@ -85,6 +86,26 @@ def test_finals_are_held_again_for_other_machine_code(storage: BaseStorage) -> N
     again = won(search(storage, evaluator, trials=30, pool=pool))
     assert len(evaluator.finalists) == 1
     assert again.cubin != first.cubin
+    assert len(records(storage)) == 60, "the trials of the former code stay in the study"
+    evaluator = FakeEvaluator()
+    assert search(storage, evaluator, trials=30, pool=pool) == again
+    assert evaluator.evaluated == evaluator.finalists == [], "and cost no finals again"
+
+
+def test_what_does_not_compile_is_known_until_its_code_is_another(storage: BaseStorage) -> None:
+    def broken(config: Config) -> bool:
+        return config["strategy"] == "last_cta"
+
+    first = won(search(storage, trials=30, pool=FakePool(broken=broken)))
+    failed = first.counts["compile_error"]
+    assert search(storage, trials=30, pool=FakePool(broken=broken)) == first
+    assert len(records(storage)) == 30, "nothing was tried again"
+    again = won(search(storage, trials=30, pool=FakePool(version="another compiler")))
+    assert "compile_error" not in again.counts, "no failure counts of code that is gone"
+    outcomes = [record.result.outcome for record in records(storage)]
+    assert outcomes.count("compile_error") == failed
+    outdated = StudyLog(storage, NAME).outdated
+    assert outdated.issuperset(n for n, said in enumerate(outcomes) if said == "compile_error")
 
 
 def test_a_larger_budget_continues_a_study(storage: BaseStorage) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -109,3 +110,17 @@ def test_a_held_knob_stays_where_another_value_is_nearer() -> None:
                 repaired += near is not None and free is not None and free[name] != value
                 assert near is None or near[name] == value or near["pipeline"] != wanted["pipeline"]
     assert repaired > 3
+
+
+def test_a_recorded_config_gets_what_the_space_says_of_a_later_knob() -> None:
+    """A neutral value changes nothing where the knob means something; elsewhere all configs have the
+    one value of the space."""
+    knobs = [
+        replace(knob, otherwise="early") if knob.name == "arrival" else knob for knob in SPACE.knobs
+    ]
+    legal = LegalConfigs(replace(SPACE, knobs=tuple(knobs)), PROBLEM, TARGET)
+    for strategy, arrival in (("mailbox", "late"), ("column_slices", "early")):
+        config = legal.space.sample(PROBLEM, TARGET, random.Random(4), {"strategy": strategy})
+        wanted = {**config, "arrival": arrival}
+        recorded = {name: value for name, value in config.items() if name != "arrival"}
+        assert legal.today(recorded) == legal.complete(recorded) == wanted

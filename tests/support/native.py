@@ -438,6 +438,7 @@ OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
     "dy negative": lambda: inputs(dy=torch._neg_view(rows(seed=1))),
     "dy a subclass": lambda: inputs(dy=TwoTensor(rows(seed=1), rows(seed=1))),
     "dy of another dtype": lambda: inputs(dy=rows(seed=1).half()),
+    "x of another dtype": lambda: inputs(x=rows().half()),
     "dy of another shape": lambda: inputs(dy=rows(5)),
     "half": lambda: inputs(x=rows().half(), dy=rows().half(), weight=rows(1)[0].half()),
     "fp32 weight": lambda: inputs(weight=rows(1, seed=2)[0].float()),
