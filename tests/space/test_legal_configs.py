@@ -113,8 +113,8 @@ def test_a_held_knob_stays_where_another_value_is_nearer() -> None:
 
 
 def test_a_recorded_config_gets_what_the_space_says_of_a_later_knob() -> None:
-    """A neutral value changes nothing where the knob means something; elsewhere all configs have the
-    one value of the space."""
+    """A neutral value changes nothing where the knob means something; elsewhere all configs have
+    the one value of the space."""
     knobs = [
         replace(knob, otherwise="early") if knob.name == "arrival" else knob for knob in SPACE.knobs
     ]
