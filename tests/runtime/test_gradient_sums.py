@@ -96,6 +96,11 @@ def the_other_way(x: Any, r: Any, g: Any, w: Any) -> Any:
     return backward(a + (b + c), x, w)
 
 
+def twice_and_another(x: Any, r: Any, g: Any, w: Any) -> Any:
+    a, b = products(g, 2)
+    return backward(a + b + a, x, w), a
+
+
 def to_the_stream(x: Any, r: Any, g: Any, w: Any) -> Any:
     a, b = products(g, 2)
     dx, dw = backward(a + b, x, w)
@@ -107,6 +112,8 @@ FOLDED: dict[str, tuple[Step, int, bool]] = {
     "three": (of(3), 3, False),
     "three, the last two first": (the_other_way, 3, False),
     "arguments of the graph": (lambda x, r, g, w: backward(r + g, x, w), 2, False),
+    "twice the same": (lambda x, r, g, w: backward(r + r, x, w), 2, False),
+    "twice the same and another": (twice_and_another, 3, False),
     "with the stream's gradient": (to_the_stream, 2, True),
     "a training step": (projections, 3, True),
 }
@@ -149,6 +156,23 @@ def changed_between(x: Any, r: Any, g: Any, w: Any) -> Any:
     return backward(total, x, w)
 
 
+def changed_inside(x: Any, r: Any, g: Any, w: Any) -> Any:
+    total = r + g
+    g.mul_(2)
+    return backward(total + products(x, 1)[0], x, w)
+
+
+def view_changes(x: Any, r: Any, g: Any, w: Any) -> Any:
+    total = r + g
+    r[1:].zero_()
+    return backward(total, x, w)
+
+
+def four_of_two(x: Any, r: Any, g: Any, w: Any) -> Any:
+    half = r + g
+    return backward(half + half, x, w)
+
+
 LEFT: dict[str, Step] = {
     "four": of(4),
     "one": of(1),
@@ -160,6 +184,11 @@ LEFT: dict[str, Step] = {
     "without a weight": lambda x, r, g, w: backward(r + g, x, None, False)[0],
     "no gradient of the weight": lambda x, r, g, w: backward(r + g, x, w, False)[0],
     "a term changes": changed_between,
+    "a view of a term changes": view_changes,
+    "a term of the inner sum changes": changed_inside,
+    "twice a sum": four_of_two,
+    "the weight needs the sum": lambda x, r, g, w: backward(t := r + g, x, t[0].contiguous()),
+    "the sum is the rows": lambda x, r, g, w: backward(t := r + g, t, w),
 }
 
 
@@ -187,6 +216,33 @@ def test_a_sum_that_is_added_behind_the_backward_is_written(
     found = route(module, served.ops)(*inputs)
     assert (len(additions(module)), kernels.calls) == (1, [])
     torch.testing.assert_close(results_of(found), results_of(wanted), atol=1e-5, rtol=1e-5)
+
+
+@needs_whole_forward
+@pytest.mark.parametrize("narrow", ["rows", "gradients"])
+def test_sums_of_another_dtype_than_the_rows_stay(
+    served: Package, kernels: Kernels, narrow: str
+) -> None:
+    """Kernels read both in one dtype."""
+
+    def run(x: Any, r: Any, g: Any, w: Any) -> Any:
+        if narrow == "rows":
+            return backward(r + g, x.bfloat16(), w.bfloat16())
+        return backward(products(r.bfloat16(), 1)[0] + products(g.bfloat16(), 1)[0], x, w)
+
+    route(module := trace(run), served.ops)
+    assert len(additions(module)) == 1
+
+
+@needs_whole_forward
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("meta", METAS)
+def test_sums_of_which_a_part_is_elsewhere_stay(
+    served: Package, kernels: Kernels, meta: dict[str, Any], place: int
+) -> None:
+    additions(module := trace(FOLDED["three"][0]))[place].meta.update(meta)
+    route(module, served.ops)
+    assert len(additions(module)) == 2
 
 
 @needs_whole_forward
