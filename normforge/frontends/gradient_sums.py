@@ -21,9 +21,9 @@ _MOST = 3
 def fold_gradients(graph: torch.fx.Graph, operators: Any) -> int:
     """Fold sums of gradients into the backwards of a package. Returns how many additions.
 
-    A sum goes to the backward alone. Its two or three terms are contiguous, and written by others
-    than Inductor, such as products of matrices, for of what it computes itself it writes the sum at
-    once. They have the shape and the dtype of x. Without the sum two tensors less move through memory. It is computed in fp32.
+    A sum goes to the backward alone. Its two or three terms are like x, contiguous, and written by
+    others than Inductor, such as products of matrices, for of what it computes itself it writes the
+    sum at once. Without the sum two tensors less move through memory. It is computed in fp32.
     """
     serves = getattr(getattr(operators, "sum_backward", None), "serves", None)
     if serves is None:

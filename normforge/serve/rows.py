@@ -194,7 +194,11 @@ class RowServer:
             wide = {name: given[name].float() for name in present}
             weight = wide.get(signature.columns.name, x.new_ones(N, dtype=torch.float32))
             wide[signature.columns.name] = weight + offset
-            return self._by_kernel(x, given | wide, 0.0, into)
+            served = self._by_kernel(x, given | wide, 0.0, into)
+            if signature.sums and not isinstance(served, str):  # they have the columns' dtype
+                name, columns = signature.sums.name, self._columns_of(tensors)
+                served[name] = served[name].to((x if columns is None else columns).dtype)
+            return served
         if choice.kernel is None:
             return choice.reason
         loaded = kernels.loaded.get(choice.kernel)

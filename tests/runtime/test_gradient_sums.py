@@ -4,6 +4,7 @@ and those that stay."""
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -177,6 +178,9 @@ LEFT: dict[str, Step] = {
     "four": of(4),
     "one": of(1),
     "one that Inductor computes": lambda x, r, g, w: backward(g.sin() + products(g, 1)[0], x, w),
+    "one that Inductor computes, and views": lambda x, r, g, w: backward(
+        g.sin().view(8, 8).view(4, 16) + products(g, 1)[0], x, w
+    ),
     "taken by others": lambda x, r, g, w: (*backward(t := r + g, x, w), t),
     "a row": lambda x, r, g, w: backward(g + w, x, w),
     "a factor": lambda x, r, g, w: backward(torch.add(r, g, alpha=2), x, w),
@@ -201,6 +205,54 @@ def test_other_sums_stay(served: Package, kernels: Kernels, name: str) -> None:
     found = route(module, served.ops)(*copies)
     assert (len(additions(module)), kernels.calls) == (before, [])
     torch.testing.assert_close(results_of(found), results_of(wanted), atol=1e-5, rtol=1e-5)
+
+
+def by_package(package: Package, **options: Any) -> Step:
+    """Return a step with a backward that this package serves."""
+
+    def run(x: Any, r: Any, g: Any, w: Any) -> Any:
+        rstd = torch.rsqrt(x.float().square().mean(-1, keepdim=True))
+        found = package.rmsnorm_backward(r + g, x, rstd, w, **options)
+        return tuple(one for one in found if one is not None)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        ({}, 1),
+        ({"weight_offset": 0.5}, 1),
+        ({"dw_dtype": torch.float32}, 0),
+        ({"need_dx": False}, 0),
+    ],
+)
+def test_backwards_have_the_options_that_they_had(
+    served: Package, kernels: Kernels, options: dict[str, Any], count: int
+) -> None:
+    run, inputs = by_package(served, **options), given(torch.bfloat16, seed=9)
+    module = trace(run, dtype=torch.bfloat16)
+    wanted = results_of(module(*inputs))
+    found = results_of(route(module, served.ops)(*inputs))
+    assert len(kernels.calls) == count == 1 - len(additions(module))
+    assert kernels.asked == [(2, False, "weight_offset" in options)] * count
+    torch.testing.assert_close(found, wanted, atol=0.1, rtol=0.02)
+
+
+def test_sums_of_another_package_stay(served: Package, kernels: Kernels, tmp_path: Path) -> None:
+    module = trace(by_package(write_package(tmp_path / "other")))
+    route(module, served.ops)
+    assert (len(additions(module)), kernels.asked) == (1, [])
+
+
+def test_sums_stay_where_tracing_left_no_values(served: Package, kernels: Kernels) -> None:
+    """A term has one, and the rows do not."""
+    module = trace(by_package(served))
+    for node in module.graph.nodes:
+        if node.name.startswith("x"):
+            del node.meta["val"]
+    route(module, served.ops)
+    assert (len(additions(module)), kernels.asked) == (1, [])
 
 
 @needs_whole_forward
@@ -284,6 +336,22 @@ def test_a_call_without_a_kernel_is_served_by_the_norms_backward(
 
 
 # ---- inductor_backend ----------------------------------------------------------------------------
+
+
+def test_what_is_compiled_with_kernels_that_add_is_kept_apart(
+    served: Package, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = []
+
+    def compile_fx(*_: Any, config_patches: dict[str, Any], **__: Any) -> None:
+        keys.append(config_patches["post_grad_custom_pre_pass"].uuid())
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compile_fx)
+    sources = (*["there are none"] * 2, SimpleNamespace())
+    for source in sources:
+        served.add_gradients_by(lambda operation, source=source: source)
+        make_backend(served.ops)(torch.fx.GraphModule({}, torch.fx.Graph()), [])
+    assert keys[0] == keys[1] != keys[2]
 
 
 @needs_whole_forward

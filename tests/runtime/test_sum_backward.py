@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from normforge.api import Package
-from normforge.frontends.sum_backward import SumBackward
+from normforge.frontends.sum_backward import SumBackward, SumBackwardPackage
 from normforge.operations import GRADIENTS, RMSNORM_SUM_BACKWARDS
 from normforge.operations.formula import evaluate
 from normforge.serve.collect import Recorder, collecting
@@ -29,6 +30,7 @@ from tests.support.fake_driver import (
     stand_in,
     use_row_servers,
 )
+from tests.support.packages import emit_first
 
 M, N = 24, 16
 SHAPE = (4, 6, N)
@@ -49,17 +51,23 @@ class Device(ComputingDriver):
     def compute(self, function: str, args: Any) -> None:
         self.calls.append(function)
         (operation,) = (o for o in RMSNORM_SUM_BACKWARDS.values() if o.name == function)
-        names = ["x", *GRADIENTS[: operation.incoming], *["dresidual"] * bool(args.dresidual)]
+        names = ["x", *GRADIENTS[: operation.incoming]]
         given: dict[str, Any] = {
             name: torch.stack(
                 rows_at(args, name, torch.bfloat16, getattr(args, f"{name}_gap", 0))
             ).clone()
             for name in names
         }
+        if args.dresidual:
+            kind = torch.float32 if args.dresidual_out else torch.bfloat16
+            given["dresidual"] = torch.stack(rows_at(args, "dresidual", kind)).clone()
         given["rstd"] = at_address(args.rstd, args.rows)[:, None]
         given["weight"] = at_address(args.weight, args.columns, self.weight)
         found = evaluate(operation, given, offset=args.weight_offset)
         at_address(args.dx, args.rows * args.columns, torch.bfloat16).copy_(found["dx"].flatten())
+        if args.dresidual_out:
+            third = at_address(args.dresidual_out, args.rows * args.columns)
+            third.copy_(found["dx"].flatten())
         at_address(args.dw, args.columns, self.weight).copy_(found["dw"])
 
 
@@ -73,8 +81,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Device:
 def package(
     driver: Device, device: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Package:
-    """One with kernels of rows of M x N in bf16 with a weight of bf16 or fp32, with a residual and
-    without, which take CPU tensors."""
+    """One with kernels of rows of M x N in bf16 with a weight of bf16 or fp32, with a residual of
+    either and without, which take CPU tensors."""
     use_row_servers(monkeypatch, device)
     package = write_package(tmp_path / "package")
     package.add_gradients_by(lambda operation: "none")
@@ -83,7 +91,7 @@ def package(
         kernels = [
             entry(M, replace(spec, weight_dtype=weight, residual=residual))
             for weight in WEIGHTS
-            for residual in ("", "bf16")
+            for residual in ("", "bf16", "fp32")
         ]
         server = row_server(operation, *kernels)
         server.by_kernel = lambda t, offset, server=server: server._by_kernel(t["x"], t, offset)
@@ -133,6 +141,16 @@ def test_a_kernel_adds(package: Package, driver: Device, count: int, residual: b
     assert driver.calls == [RMSNORM_SUM_BACKWARDS[count].name] * 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_third_result_is_dx_in_the_dtype_of_a_wider_residual(
+    package: Package, driver: Device, dtype: torch.dtype
+) -> None:
+    dx, _, third = check(package, call(2, dresidual=rows(*SHAPE, seed=8, dtype=dtype)))
+    assert third.dtype == dtype and torch.equal(third.bfloat16(), dx)
+    assert not torch.equal(third, dx.to(dtype))
+    assert len(driver.calls) == (dtype == torch.float32)  # no kernel adds the other
+
+
 def test_a_kernel_reads_every_gradient_as_it_lies(package: Package, driver: Device) -> None:
     wide = rows(*SHAPE[:-1], 3 * N, seed=7)
     given = call(3, dy2=wide[..., N : 2 * N], dy3=rows(1, *SHAPE[1:]).expand(SHAPE))
@@ -168,7 +186,8 @@ def test_calls_are_told_to_who_collects(
 def test_a_weight_of_heads_is_served_by_the_norms_backward(
     package: Package, driver: Device
 ) -> None:
-    check(package, call(2, weight=rows(6, N, seed=6)))
+    for offset in (0.0, 1.0):
+        check(package, call(2, weight=rows(6, N, seed=6)), offset)
     assert driver.calls == []
 
 
@@ -244,16 +263,46 @@ def test_kernels_are_for_rows_of_their_kind(served: SumBackward) -> None:
         x, w = empty(SHAPE), empty(N)
         assert served.serves(2, x, w, None, False)
         assert served.serves(3, x, empty(N, dtype=torch.float32), x, False)
+        assert served.serves(2, empty(0, 6, N), w, None, False)
+        assert not served.serves(2, x, w, None, True)  # a kernel that adds it
         left: list[Any] = [
             (empty(SHAPE, device="cpu"), empty(N, device="cpu"), None),
             (x, empty(6, N), None),
             (empty(4, 6, 2 * N), empty(2 * N), None),
             (empty(SHAPE, dtype=torch.float64), w, None),
             (x, empty(N, dtype=torch.float64), None),
-            (x, w, empty(SHAPE, dtype=torch.float32)),
+            (x, w, empty(SHAPE, dtype=torch.float16)),
             (x, w, empty(SHAPE, dtype=torch.float64)),
         ]
         assert not any(served.serves(2, *given, False) for given in left)
+
+
+def test_a_kernel_is_asked_for_by_the_dtype_of_the_weight(served: SumBackward) -> None:
+    table = served.server(2).source(None).backward  # type: ignore[operator]
+    wide = [one for one in table.tuned if one.weight_dtype == "fp32"]
+    served._servers[2] = row_server(RMSNORM_SUM_BACKWARDS[2], *wide)
+    with FakeTensorMode():
+        given = [(empty(SHAPE), empty(N, dtype=dtype), None, False) for dtype in WEIGHTS.values()]
+        assert [served.serves(2, *one) for one in given] == [False, True]
+
+
+def test_kernels_take_rows_on_a_gpu(served: SumBackward) -> None:
+    with FakeTensorMode():
+        assert served.may_serve(empty(SHAPE))
+        left = [
+            empty(0, N),
+            empty(SHAPE, device="cpu"),
+            empty(SHAPE, dtype=torch.float64),
+        ]
+        assert not any(map(served.may_serve, left))
+
+
+def test_reasons_why_there_are_no_kernels_are_told_for_each_operation() -> None:
+    reasons = {operation.name: "" for operation in RMSNORM_SUM_BACKWARDS.values()}
+    for name in reasons:
+        reasons[name] = f"there is no {name}"
+        beside = SumBackward(lambda of: reasons[of] or SimpleNamespace())  # type: ignore[arg-type]
+        assert beside.missing == " ".join(filter(None, reasons.values()))
 
 
 def test_a_question_for_a_kernel_fixes_no_size(served: SumBackward) -> None:
@@ -268,3 +317,27 @@ def test_a_question_for_a_kernel_fixes_no_size(served: SumBackward) -> None:
         assert not served.serves(2, empty(symbols[0], symbols[1]), empty(symbols[2]), None, False)
         assert not served.serves(2, x, empty(symbols[1]), None, False)
     assert len(environment.guards) == guards
+
+
+# ---- The functions of a package ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weight", [torch.bfloat16, torch.float16, torch.float64, None])
+@COUNTS
+def test_functions_of_a_package_give_what_those_of_the_norm_give(
+    tmp_path: Path, count: int, weight: torch.dtype | None
+) -> None:
+    emit_first(tmp_path / "sums", f"{RMSNORM_SUM_BACKWARDS[count].name}:4096x128:bf16")
+    functions, norm = SumBackwardPackage(tmp_path / "sums"), write_package(tmp_path / "norm")
+    given = call(count, weight=None if weight is None else rows(N, dtype=weight))
+    gradients = [one.float() for name in GRADIENTS if (one := given.pop(name)) is not None]
+    x, rstd, scale, _ = given.values()
+    x, wide = x.float(), None if scale is None else scale.float()
+    for residual in (None, rows(*SHAPE), rows(*SHAPE, dtype=torch.float64)):
+        others = {"weight_offset": 0.5, "dresidual": residual}
+        found = functions.rmsnorm_backward(gradients, x, rstd, scale, **others)
+        wanted = norm.rmsnorm_backward(sum(gradients), x, rstd, wide, **others)
+        torch.testing.assert_close(found, wanted)
+    for others in (gradients[1:], [*gradients, x]):
+        with pytest.raises(ValueError, match=f"adds {count} gradients, and got {len(others)}"):
+            functions.rmsnorm_backward(others, x, rstd, scale)
