@@ -89,7 +89,7 @@ class SumBackward:
         serves the call. tensors: the other ones by name. Raises TypeError or ValueError for those
         that do not fit together."""
         x, weight, server = tensors["x"], tensors["weight"], self.server(len(gradients))
-        given = dict(zip(GRADIENTS, gradients, strict=False)) | tensors
+        given = {**dict(zip(GRADIENTS, gradients, strict=False)), **tensors}
         given = {name: tensor for name, tensor in given.items() if tensor is not None}
         if weight.dim() > 1:
             return None

@@ -245,11 +245,14 @@ def test_sums_of_another_package_stay(served: Package, kernels: Kernels, tmp_pat
     assert (len(additions(module)), kernels.asked) == (1, [])
 
 
-def test_sums_stay_where_tracing_left_no_values(served: Package, kernels: Kernels) -> None:
-    """A term has one, and the rows do not."""
+@pytest.mark.parametrize("name", ["x", "w"])
+def test_sums_stay_where_tracing_left_no_values(
+    served: Package, kernels: Kernels, name: str
+) -> None:
+    """The terms have some, and the rows or the weight do not."""
     module = trace(by_package(served))
     for node in module.graph.nodes:
-        if node.name.startswith("x"):
+        if node.name.startswith(name):
             del node.meta["val"]
     route(module, served.ops)
     assert (len(additions(module)), kernels.asked) == (1, [])
@@ -347,7 +350,7 @@ def test_what_is_compiled_with_kernels_that_add_is_kept_apart(
         keys.append(config_patches["post_grad_custom_pre_pass"].uuid())
 
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compile_fx)
-    sources = (*["there are none"] * 2, SimpleNamespace())
+    sources: Any = (*["there are none"] * 2, SimpleNamespace())
     for source in sources:
         served.add_gradients_by(lambda operation, source=source: source)
         make_backend(served.ops)(torch.fx.GraphModule({}, torch.fx.Graph()), [])

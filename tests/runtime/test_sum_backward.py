@@ -4,6 +4,8 @@ other calls, and what tracers see of it."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import reduce
+from operator import add
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -118,9 +120,9 @@ def call(count: int, **change: Any) -> dict[str, Any]:
 def check(package: Package, given: dict[str, Any], offset: float = 0.0) -> tuple[Any, ...]:
     """Assert that a call gives the gradients in the dtypes of x and the weight."""
     results = package.ops.backward_of_sum(*given.values(), offset, package.name)
-    wide = {n: None if t is None else t.double() for n, t in given.items()}
-    total = sum(one for name in GRADIENTS if (one := wide.pop(name)) is not None)
-    others = {"weight_offset": offset, "dresidual": wide.pop("dresidual")}
+    wide: dict[str, Any] = {n: None if t is None else t.double() for n, t in given.items()}
+    total = reduce(add, [one for name in GRADIENTS if (one := wide.pop(name)) is not None])
+    others: dict[str, Any] = {"weight_offset": offset, "dresidual": wide.pop("dresidual")}
     wanted = package.rmsnorm_backward(total, *wide.values(), **others)
     for found, like, right in zip(results, (given["x"], given["weight"]), wanted, strict=False):
         assert (found.dtype, found.shape) == (like.dtype, like.shape)
@@ -265,7 +267,7 @@ def test_kernels_are_for_rows_of_their_kind(served: SumBackward) -> None:
         assert served.serves(3, x, empty(N, dtype=torch.float32), x, False)
         assert served.serves(2, empty(0, 6, N), w, None, False)
         assert not served.serves(2, x, w, None, True)  # a kernel that adds it
-        left: list[Any] = [
+        left: list[tuple[Any, Any, Any]] = [
             (empty(SHAPE, device="cpu"), empty(N, device="cpu"), None),
             (x, empty(6, N), None),
             (empty(4, 6, 2 * N), empty(2 * N), None),
@@ -278,12 +280,15 @@ def test_kernels_are_for_rows_of_their_kind(served: SumBackward) -> None:
 
 
 def test_a_kernel_is_asked_for_by_the_dtype_of_the_weight(served: SumBackward) -> None:
-    table = served.server(2).source(None).backward  # type: ignore[operator]
+    source = served.server(2).source
+    assert not isinstance(source, str)
+    table = source(None).backward
     wide = [one for one in table.tuned if one.weight_dtype == "fp32"]
     served._servers[2] = row_server(RMSNORM_SUM_BACKWARDS[2], *wide)
     with FakeTensorMode():
-        given = [(empty(SHAPE), empty(N, dtype=dtype), None, False) for dtype in WEIGHTS.values()]
-        assert [served.serves(2, *one) for one in given] == [False, True]
+        weights = [empty(N, dtype=dtype) for dtype in WEIGHTS.values()]
+        asked = [served.serves(2, empty(SHAPE), weight, None, False) for weight in weights]
+    assert asked == [False, True]
 
 
 def test_kernels_take_rows_on_a_gpu(served: SumBackward) -> None:
@@ -301,7 +306,8 @@ def test_reasons_why_there_are_no_kernels_are_told_for_each_operation() -> None:
     reasons = {operation.name: "" for operation in RMSNORM_SUM_BACKWARDS.values()}
     for name in reasons:
         reasons[name] = f"there is no {name}"
-        beside = SumBackward(lambda of: reasons[of] or SimpleNamespace())  # type: ignore[arg-type]
+        some: Any = SimpleNamespace()
+        beside = SumBackward(lambda of, some=some: reasons[of] or some)
         assert beside.missing == " ".join(filter(None, reasons.values()))
 
 
@@ -310,7 +316,7 @@ def test_a_question_for_a_kernel_fixes_no_size(served: SumBackward) -> None:
     with FakeTensorMode(shape_env=environment):
         symbols = [environment.create_unbacked_symint() for _ in range(3)]
         for size in symbols:
-            torch._check_is_size(size)
+            torch._check(size >= 0)
         x = empty(symbols[0], N)
         assert served.serves(2, x, empty(N), None, False)
         guards = len(environment.guards)
@@ -336,7 +342,7 @@ def test_functions_of_a_package_give_what_those_of_the_norm_give(
     for residual in (None, rows(*SHAPE), rows(*SHAPE, dtype=torch.float64)):
         others = {"weight_offset": 0.5, "dresidual": residual}
         found = functions.rmsnorm_backward(gradients, x, rstd, scale, **others)
-        wanted = norm.rmsnorm_backward(sum(gradients), x, rstd, wide, **others)
+        wanted = norm.rmsnorm_backward(reduce(add, gradients), x, rstd, wide, **others)
         torch.testing.assert_close(found, wanted)
     for others in (gradients[1:], [*gradients, x]):
         with pytest.raises(ValueError, match=f"adds {count} gradients, and got {len(others)}"):
