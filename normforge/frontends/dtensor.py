@@ -101,9 +101,22 @@ def _rms_norm_backward(*given: Any) -> list[Any]:
     ]
 
 
+def _backward_of_sum(*given: Any) -> list[Any]:
+    *gradients, x, _, weight, dresidual, offset, package = given
+    known = (gradients[0], x, None, weight, dresidual, None, offset, True, True, package)
+    return [
+        (
+            results,
+            [*[None if one is None else dy for one in gradients], *others[:4], None, None],
+        )
+        for results, (dy, *others) in _rms_norm_backward(*known)
+    ]
+
+
 _RULES = {
     "rms_norm": _norm,
     "add_rms_norm": _norm,
     "rms_norm_and_add": _norm_and_add,
     "rms_norm_backward": _rms_norm_backward,
+    "rms_norm_backward_of_sum": _backward_of_sum,
 }

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from .graph_values import is_contiguous, value_of
+from .graph_values import are_alike, is_contiguous, value_of
 from .neighbours import behind_views, is_computed
 from .routes import arguments_of, replace_node
 from .sums import nodes_between, terms_of
@@ -21,9 +21,9 @@ _MOST = 3
 def fold_gradients(graph: torch.fx.Graph, operators: Any) -> int:
     """Fold sums of gradients into the backwards of a package. Returns how many additions.
 
-    A sum goes to the backward alone. Its two or three terms are contiguous, and written by others
-    than Inductor, such as products of matrices, for of what it computes itself it writes the sum at
-    once. Without the sum two tensors less move through memory. It is computed in fp32.
+    A sum goes to the backward alone. Its two or three terms are like x, contiguous, and written by
+    others than Inductor, such as products of matrices, for of what it computes itself it writes the
+    sum at once. Without the sum two tensors less move through memory. It is computed in fp32.
     """
     serves = getattr(getattr(operators, "sum_backward", None), "serves", None)
     if serves is None:
@@ -52,7 +52,7 @@ def _fold(backward: Node, operators: Any, serves: Any) -> int:
         return 0
     x, _, weight, dresidual = map(value_of, others)
     known = (x, weight) if others[3] is None else (x, weight, dresidual)
-    if any(value is None for value in known):
+    if any(value is None for value in known) or not are_alike(value_of(terms[0]), x):
         return 0
     if not serves(len(terms), x, weight, dresidual, given["weight_offset"] != 0):
         return 0

@@ -41,6 +41,8 @@ SCHEMAS = {
     "rms_norm_backward": "(Tensor dy, Tensor x, Tensor rstd, Tensor? weight, Tensor? dresidual,"
     " ScalarType? dw_dtype, float weight_offset, bool need_dx, bool need_dw, str package)"
     " -> (Tensor, Tensor, Tensor)",
+    "rms_norm_backward_of_sum": "(Tensor dy, Tensor dy2, Tensor? dy3, Tensor x, Tensor rstd, Tensor"
+    " weight, Tensor? dresidual, float weight_offset, str package) -> (Tensor, Tensor, Tensor)",
 }
 
 

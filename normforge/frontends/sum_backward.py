@@ -16,11 +16,13 @@ from ..operations import GRADIENTS, RMSNORM_SUM_BACKWARDS, SUMMED
 from ..serve.kernels import Source
 from ..serve.options import DTYPES, Arguments, Options
 from ..serve.reference import Results
+from ..serve.row_checks import check_tensors
 from ..serve.rows import RowServer
 from ..torch_internals import nothing_like, served_dtype
 from .gradients import autograd_of_backward
+from .graph_values import same_size
 from .library import define, differentiate
-from .operators import Operators, fake_backward
+from .operators import SCHEMAS, Operators, fake_backward
 from .row_functions import OneOperation
 
 _MANY = 4096
@@ -63,8 +65,10 @@ class SumBackward:
         """Return True if there is a kernel for so many gradients and rows like x, which may be a
         fake of sizes that tracing does not know."""
         width, server = x.shape[-1], self.server(count)
-        known = x.dtype in DTYPES and weight.dtype in DTYPES and weight.shape == x.shape[-1:]
-        if not x.is_cuda or not known or not isinstance(width, int) or server.missing:
+        known = x.dtype in DTYPES and weight.dtype in DTYPES and isinstance(width, int)
+        if not x.is_cuda or not known or server.missing:
+            return False
+        if weight.dim() != 1 or not same_size(weight.shape[0], width):
             return False
         counted = all(isinstance(size, int) for size in x.shape)
         rows = max(1, x.shape[:-1].numel()) if counted else _MANY
@@ -73,19 +77,34 @@ class SumBackward:
         found = server.explain(rows, width, *names, offset=offset, residual=residual)
         return found["kernel"] is not None
 
+    @staticmethod
+    def may_serve(x: torch.Tensor) -> bool:
+        """Return True if there may be a kernel for rows like x."""
+        return x.is_cuda and x.dtype in DTYPES and x.numel() > 0
+
     def by_kernel(
         self, gradients: Sequence[torch.Tensor], tensors: Mapping[str, Any], offset: float
     ) -> dict[str, torch.Tensor] | None:
         """Return dx, dw and, where that has another dtype, dresidual_out; None where no kernel
-        serves the call. tensors: the other ones by name."""
-        x, server = tensors["x"], self.server(len(gradients))
-        if not x.is_cuda or x.numel() == 0:
+        serves the call. tensors: the other ones by name. Raises TypeError or ValueError for those
+        that do not fit together."""
+        x, weight, server = tensors["x"], tensors["weight"], self.server(len(gradients))
+        given = {**dict(zip(GRADIENTS, gradients, strict=False)), **tensors}
+        given = {name: tensor for name, tensor in given.items() if tensor is not None}
+        if weight.dim() > 1:
             return None
-        found = server.by_kernel(dict(zip(GRADIENTS, gradients, strict=False)) | tensors, offset)
+        check_tensors(server.operation, given)
+        server.count_call(x, given, offset)
+        if not self.may_serve(x):
+            return None
+        found = server.by_kernel(given, offset)
         return None if isinstance(found, str) else found
 
 
 # ---- The operator --------------------------------------------------------------------------------
+
+
+_NAME = "rms_norm_backward_of_sum"
 
 
 def _backward_of_sum(
@@ -101,6 +120,7 @@ def _backward_of_sum(
 ) -> tuple[torch.Tensor, ...]:
     operators = Operators.served.known.get(package) or Operators.served(package)
     gradients = (dy, dy2) if dy3 is None else (dy, dy2, dy3)
+    _check_gradients(gradients, x)
     served: SumBackward | None = operators.sum_backward
     tensors = {"x": x, "rstd": rstd, "weight": weight, "dresidual": dresidual}
     found = served and served.by_kernel(gradients, tensors, offset)
@@ -113,15 +133,22 @@ def _backward_of_sum(
     return dx, dw, nothing_like(x) if narrow or third[0] is None else third[0]
 
 
+def _check_gradients(gradients: Sequence[torch.Tensor], x: torch.Tensor) -> None:
+    for name, one in zip(GRADIENTS, gradients, strict=False):
+        if one.dtype != x.dtype:
+            raise TypeError(f"{name} must have x's dtype {x.dtype}, got {one.dtype}")
+        if one.shape != x.shape:
+            raise ValueError(f"{name} must have x's shape {tuple(x.shape)}, got {tuple(one.shape)}")
+
+
 def _fake(*given: Any) -> tuple[torch.Tensor, ...]:
     dy, _, _, x, rstd, weight, dresidual, offset, package = given
     return fake_backward(dy, x, rstd, weight, dresidual, None, offset, True, True, package)
 
 
 Operators.backward_of_sum = define(
-    "rms_norm_backward_of_sum",
-    "(Tensor dy, Tensor dy2, Tensor? dy3, Tensor x, Tensor rstd, Tensor weight, Tensor? dresidual,"
-    " float weight_offset, str package) -> (Tensor, Tensor, Tensor)",
+    _NAME,
+    SCHEMAS[_NAME],
     _backward_of_sum,
     _fake,
 )

@@ -137,8 +137,7 @@ class RowServer:
                 shape = [*x.shape[:-1], x.shape[-1] // max(1, narrow.block)]
                 made[narrow.name] = x.new_empty(shape, dtype=KINDS[narrow.kind])
         if signature.sums:
-            columns = self._columns_of(tensors)
-            like = x if columns is None else columns
+            like = self._columns_of(tensors, x)
             shape = [signature.column_sums] * (signature.column_sums > 1) + [x.shape[-1]]
             made[signature.sums.name] = like.new_empty(shape)
         added = added_to(signature, tensors)
@@ -147,10 +146,10 @@ class RowServer:
                 made[copy.name] = added.new_empty(x.shape)
         return made
 
-    def _columns_of(self, tensors: Tensors) -> torch.Tensor | None:
-        """Return a tensor that all rows share, if there is one: all such have its dtype."""
+    def _columns_of(self, tensors: Tensors, default: Any = None) -> Any:
+        """Return a tensor that all rows share, or `default`: all such have its dtype."""
         found = (tensors.get(tensor.name) for tensor in self.operation.signature.all_columns)
-        return next((columns for columns in found if columns is not None), None)
+        return next((columns for columns in found if columns is not None), default)
 
     def _by_formula(
         self,
@@ -190,11 +189,14 @@ class RowServer:
         kernels = self.source(x.device.index)
         choice = self._choose(kernels.backward, x, {**given, **in_place}, layouts, offset != 0)
         if choice.kernel is None and offset and signature.columns:
-            present = (t.name for t in signature.all_columns if t.name in given)
-            wide = {name: given[name].float() for name in present}
+            wide = {t.name: given[t.name].float() for t in signature.all_columns if t.name in given}
             weight = wide.get(signature.columns.name, x.new_ones(N, dtype=torch.float32))
             wide[signature.columns.name] = weight + offset
-            return self._by_kernel(x, given | wide, 0.0, into)
+            served = self._by_kernel(x, given | wide, 0.0, into)
+            if signature.sums and not isinstance(served, str):  # they have the columns' dtype
+                name, like = signature.sums.name, self._columns_of(tensors, x)
+                served[name] = served[name].to(like.dtype)
+            return served
         if choice.kernel is None:
             return choice.reason
         loaded = kernels.loaded.get(choice.kernel)
@@ -266,10 +268,9 @@ class RowServer:
         for name in (tensor.name for tensor in signature.in_heads if tensor.name in layouts):
             at = layouts[name]
             places |= given[name].data_ptr() | (at.stride | at.outer) * given[name].element_size()
-        columns = self._columns_of(given)
         shared = [given[t.name].data_ptr() for t in signature.all_columns if t.name in given]
         added = added_to(signature, given)
-        names = [DTYPES.get(t.dtype, "") for t in (x, x if columns is None else columns)]
+        names = [DTYPES.get(t.dtype, "") for t in (x, self._columns_of(given, x))]
         return table.choose(
             x.numel() // N,
             N,

@@ -17,6 +17,7 @@ from generator.evaluate.verify.guarded import Guarded
 from generator.evaluate.verify.seeded import seeded
 from generator.operations import OPERATIONS, Operation
 from generator.problem import Problem
+from normforge import operations as library
 
 CPU = torch.device("cpu")
 DIGESTS = {
@@ -96,3 +97,21 @@ def test_the_order_of_a_sum_over_rows_shows_in_its_bits() -> None:
     plain = [*range(16)]
     assert (total(plain) != total(plain[::-1])).float().mean() > 0.5
     assert (total(plain) != total([1, 2, 0, *plain[3:]])).any()
+
+
+@pytest.mark.parametrize("name", ["rmsnorm_sum2_backward", "rmsnorm_sum3_backward"])
+def test_every_gradient_of_a_sum_is_taken_back(name: str) -> None:
+    """A sum over rows would have the same bits in any order for one that is small."""
+    operation = OPERATIONS[name]
+    found = inputs_of(operation, "48x40:bf16")
+    cancelling = operation.make_cancelling(
+        Problem.parse("48x40:bf16", name),
+        operation.make_inputs(Problem.parse("48x40:bf16", name), CPU),
+    )
+    gradients = [n for n in found if n.startswith("dy")]
+    assert len(gradients) == library.OPERATIONS[name].incoming
+    for one in gradients:
+        for rows in (found[one], getattr(cancelling, one)):
+            first, second = rows.double()[:24], rows.double()[24:]
+            assert 0 < (first + second).norm() < first.norm() / 50
+            assert first.norm(dim=-1).max() > 100 * first.norm(dim=-1).min()

@@ -424,3 +424,13 @@ def test_what_pytorch_computes_in_fp32_is_within_the_forwards_bounds(dtype: str)
     assert output_fault(problem, inputs, results) == ""
     swapped = ForwardInputs(inputs.x.flip(0), inputs.weight, inputs.residual)
     assert output_fault(problem, swapped, results) != ""
+
+
+@pytest.mark.parametrize("name", [o.name for o in library.RMSNORM_SUM_BACKWARDS.values()])
+def test_each_gradient_of_a_sum_shows(name: str) -> None:
+    inputs = OPERATIONS[name].make_inputs(Problem.parse("64x256:fp32", name), CPU)
+    gradients = [getattr(inputs, n) for n in library.GRADIENTS if hasattr(inputs, n)]
+    sizes = torch.corrcoef(torch.stack([one.flatten() for one in gradients])).abs()
+    assert len(gradients) == library.OPERATIONS[name].incoming
+    assert all(0.5 < one.std() < 2 for one in gradients)
+    assert bool((sizes < 0.1).fill_diagonal_(True).all())

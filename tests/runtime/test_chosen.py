@@ -71,6 +71,18 @@ def test_kernels_are_those_of_the_gpu_of_the_tensors(machine: Any) -> None:
     assert package._source(0) is package._source(2) and read[0] == read[2] != read[1]
 
 
+def test_backwards_of_sums_have_the_kernels_of_the_gpu(machine: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "generated" / "h200" / "rmsnorm_sum2_backward"
+    folder.mkdir()
+    target = {"name": "h200", "title": "H200", "arch": "sm_90a", "sms": 132}
+    kernel = entry(4096, replace(SPEC, operation=folder.name))
+    (folder / TABLE).write_text(json.dumps(Table(target, (kernel,)).to_json()))
+    made: Any = packages._choose("rmsnorm_backward")
+    beside = made.ops.sum_backward
+    assert beside.server(2).explain(4096, 1024, "bf16")["how"] == "tuned"
+    assert "rmsnorm_sum3_backward" in beside.server(3).missing
+
+
 def test_a_gpu_without_kernels_is_served_by_pytorch_beside_one_that_has_some(machine: Any) -> None:
     package = Package(Chosen("rmsnorm_backward"))
     choice = package._best(3, (4096, 1024, "bf16", "bf16"), False, "")

@@ -189,6 +189,32 @@ for norm in (rms_norm_gated, torch.compile(rms_norm_gated, backend="aot_eager"))
         found = tuple(one.grad.to_local() for one in rows)
         torch.testing.assert_close(found, torch.autograd.grad(wanted, local, dy))
 """
+PARTS["gradients that are added"] = """
+from itertools import product
+
+operator = package.ops.backward_of_sum
+rows = {name: torch.randn(2, 4, 16) for name in ("dy", "dy2", "dy3", "x")}
+scale, rows["rstd"] = torch.randn(16), torch.rand(2, 4, 1) + 1
+for third, kind in product((True, False), (None, torch.float32, torch.float64)):
+    local = dict(rows, **(dict() if third else dict(dy3=None)))
+    residual = None if kind is None else torch.randn(2, 4, 16).to(kind)
+    for dim in range(2):
+        def on_mesh(t):
+            return None if t is None else DTensor.from_local(t, mesh, [Shard(dim)])
+        given = [on_mesh(t) for t in local.values()]
+        options = (everywhere(scale), on_mesh(residual), 1.0, package.name)
+        found = operator(*given, *options)
+        wanted = operator(*local.values(), scale, residual, 1.0, package.name)
+        assert found[0].placements == (Shard(dim),), found[0].placements
+        assert found[1].placements == (Partial("sum"),), found[1].placements
+        for one, right in zip(found, wanted):
+            assert torch.equal(one.to_local(), right), (third, kind, dim)
+    partial = DTensor.from_local(rows["dy"], mesh, [Partial("sum")])
+    whole = [None if t is None else everywhere(t) for t in list(local.values())[1:]]
+    dx, *_ = operator(partial, *whole, everywhere(scale), None, 1.0, package.name)
+    assert not isinstance(dx.placements[0], Partial), dx.placements
+"""
+
 
 PARTS["added"] = """
 from normforge import operators, rms_norm

@@ -4,6 +4,7 @@ and those that stay."""
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -96,6 +97,11 @@ def the_other_way(x: Any, r: Any, g: Any, w: Any) -> Any:
     return backward(a + (b + c), x, w)
 
 
+def twice_and_another(x: Any, r: Any, g: Any, w: Any) -> Any:
+    a, b = products(g, 2)
+    return backward(a + b + a, x, w), a
+
+
 def to_the_stream(x: Any, r: Any, g: Any, w: Any) -> Any:
     a, b = products(g, 2)
     dx, dw = backward(a + b, x, w)
@@ -107,6 +113,8 @@ FOLDED: dict[str, tuple[Step, int, bool]] = {
     "three": (of(3), 3, False),
     "three, the last two first": (the_other_way, 3, False),
     "arguments of the graph": (lambda x, r, g, w: backward(r + g, x, w), 2, False),
+    "twice the same": (lambda x, r, g, w: backward(r + r, x, w), 2, False),
+    "twice the same and another": (twice_and_another, 3, False),
     "with the stream's gradient": (to_the_stream, 2, True),
     "a training step": (projections, 3, True),
 }
@@ -149,10 +157,30 @@ def changed_between(x: Any, r: Any, g: Any, w: Any) -> Any:
     return backward(total, x, w)
 
 
+def changed_inside(x: Any, r: Any, g: Any, w: Any) -> Any:
+    total = r + g
+    g.mul_(2)
+    return backward(total + products(x, 1)[0], x, w)
+
+
+def view_changes(x: Any, r: Any, g: Any, w: Any) -> Any:
+    total = r + g
+    r[1:].zero_()
+    return backward(total, x, w)
+
+
+def four_of_two(x: Any, r: Any, g: Any, w: Any) -> Any:
+    half = r + g
+    return backward(half + half, x, w)
+
+
 LEFT: dict[str, Step] = {
     "four": of(4),
     "one": of(1),
     "one that Inductor computes": lambda x, r, g, w: backward(g.sin() + products(g, 1)[0], x, w),
+    "one that Inductor computes, and views": lambda x, r, g, w: backward(
+        g.sin().view(8, 8).view(4, 16) + products(g, 1)[0], x, w
+    ),
     "taken by others": lambda x, r, g, w: (*backward(t := r + g, x, w), t),
     "a row": lambda x, r, g, w: backward(g + w, x, w),
     "a factor": lambda x, r, g, w: backward(torch.add(r, g, alpha=2), x, w),
@@ -160,6 +188,11 @@ LEFT: dict[str, Step] = {
     "without a weight": lambda x, r, g, w: backward(r + g, x, None, False)[0],
     "no gradient of the weight": lambda x, r, g, w: backward(r + g, x, w, False)[0],
     "a term changes": changed_between,
+    "a view of a term changes": view_changes,
+    "a term of the inner sum changes": changed_inside,
+    "twice a sum": four_of_two,
+    "the weight needs the sum": lambda x, r, g, w: backward(t := r + g, x, t[0].contiguous()),
+    "the sum is the rows": lambda x, r, g, w: backward(t := r + g, t, w),
 }
 
 
@@ -172,6 +205,57 @@ def test_other_sums_stay(served: Package, kernels: Kernels, name: str) -> None:
     found = route(module, served.ops)(*copies)
     assert (len(additions(module)), kernels.calls) == (before, [])
     torch.testing.assert_close(results_of(found), results_of(wanted), atol=1e-5, rtol=1e-5)
+
+
+def by_package(package: Package, **options: Any) -> Step:
+    """Return a step with a backward that this package serves."""
+
+    def run(x: Any, r: Any, g: Any, w: Any) -> Any:
+        rstd = torch.rsqrt(x.float().square().mean(-1, keepdim=True))
+        found = package.rmsnorm_backward(r + g, x, rstd, w, **options)
+        return tuple(one for one in found if one is not None)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        ({}, 1),
+        ({"weight_offset": 0.5}, 1),
+        ({"dw_dtype": torch.float32}, 0),
+        ({"need_dx": False}, 0),
+    ],
+)
+def test_backwards_have_the_options_that_they_had(
+    served: Package, kernels: Kernels, options: dict[str, Any], count: int
+) -> None:
+    run, inputs = by_package(served, **options), given(torch.bfloat16, seed=9)
+    module = trace(run, dtype=torch.bfloat16)
+    wanted = results_of(module(*inputs))
+    found = results_of(route(module, served.ops)(*inputs))
+    assert len(kernels.calls) == count == 1 - len(additions(module))
+    assert kernels.asked == [(2, False, "weight_offset" in options)] * count
+    torch.testing.assert_close(found, wanted, atol=0.1, rtol=0.02)
+
+
+def test_sums_of_another_package_stay(served: Package, kernels: Kernels, tmp_path: Path) -> None:
+    module = trace(by_package(write_package(tmp_path / "other")))
+    route(module, served.ops)
+    assert (len(additions(module)), kernels.asked) == (1, [])
+
+
+@pytest.mark.parametrize("name", ["x", "w"])
+def test_sums_stay_where_tracing_left_no_values(
+    served: Package, kernels: Kernels, name: str
+) -> None:
+    """The terms have some, and the rows or the weight do not."""
+    module = trace(by_package(served))
+    for node in module.graph.nodes:
+        if node.name.startswith(name):
+            del node.meta["val"]
+    route(module, served.ops)
+    assert (len(additions(module)), kernels.asked) == (1, [])
 
 
 @needs_whole_forward
@@ -187,6 +271,33 @@ def test_a_sum_that_is_added_behind_the_backward_is_written(
     found = route(module, served.ops)(*inputs)
     assert (len(additions(module)), kernels.calls) == (1, [])
     torch.testing.assert_close(results_of(found), results_of(wanted), atol=1e-5, rtol=1e-5)
+
+
+@needs_whole_forward
+@pytest.mark.parametrize("narrow", ["rows", "gradients"])
+def test_sums_of_another_dtype_than_the_rows_stay(
+    served: Package, kernels: Kernels, narrow: str
+) -> None:
+    """Kernels read both in one dtype."""
+
+    def run(x: Any, r: Any, g: Any, w: Any) -> Any:
+        if narrow == "rows":
+            return backward(r + g, x.bfloat16(), w.bfloat16())
+        return backward(products(r.bfloat16(), 1)[0] + products(g.bfloat16(), 1)[0], x, w)
+
+    route(module := trace(run), served.ops)
+    assert len(additions(module)) == 1
+
+
+@needs_whole_forward
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("meta", METAS)
+def test_sums_of_which_a_part_is_elsewhere_stay(
+    served: Package, kernels: Kernels, meta: dict[str, Any], place: int
+) -> None:
+    additions(module := trace(FOLDED["three"][0]))[place].meta.update(meta)
+    route(module, served.ops)
+    assert len(additions(module)) == 2
 
 
 @needs_whole_forward
@@ -228,6 +339,22 @@ def test_a_call_without_a_kernel_is_served_by_the_norms_backward(
 
 
 # ---- inductor_backend ----------------------------------------------------------------------------
+
+
+def test_what_is_compiled_with_kernels_that_add_is_kept_apart(
+    served: Package, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = []
+
+    def compile_fx(*_: Any, config_patches: dict[str, Any], **__: Any) -> None:
+        keys.append(config_patches["post_grad_custom_pre_pass"].uuid())
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compile_fx)
+    sources: Any = (*["there are none"] * 2, SimpleNamespace())
+    for source in sources:
+        served.add_gradients_by(lambda operation, source=source: source)
+        make_backend(served.ops)(torch.fx.GraphModule({}, torch.fx.Graph()), [])
+    assert keys[0] == keys[1] != keys[2]
 
 
 @needs_whole_forward
