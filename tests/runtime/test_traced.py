@@ -186,7 +186,9 @@ def test_compiled_code_of_another_graph_pass_is_not_run(tmp_path: Path) -> None:
     assert compile_with(cache, site, "backend", "function") == [MISS, MISS]
     with (site / "normforge" / "frontends" / "additions.py").open("a") as file:
         file.write("\n# Folds others.\n")
-    assert compile_with(cache, site, "backend", "function") == [MISS, HIT]
+    # Plain Inductor has a pass that folds, too.
+    assert compile_with(cache, site, "backend", "function") == [MISS, MISS]
+    assert compile_with(cache, site, "backend", "function") == [HIT, HIT]
 
 
 def of_version(site: Path, version: str, *changes: tuple[str, str, str]) -> Path:
