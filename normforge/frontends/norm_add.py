@@ -27,6 +27,7 @@ from ..torch_internals import (
     watched,
 )
 from .dtensor import is_dtensor
+from .graph_values import same_size
 from .nodes import EagerNormAndAdd
 from .row_functions import ForwardKernels, ForwardPackage
 from .row_nodes import applied
@@ -54,7 +55,7 @@ class NormAndAdd(ForwardKernels):
         scale = x if weight is None else weight
         width, dtype = x.shape[-1], DTYPES.get(x.dtype, "")
         served = x.is_cuda and dtype and scale.dtype in DTYPES and not self.missing
-        if not served or scale.shape[-1:] != x.shape[-1:] or not isinstance(width, int):
+        if not served or not isinstance(width, int) or not same_size(scale.shape[-1], width):
             return False
         known = all(isinstance(size, int) for size in x.shape)
         count = x.shape[:-1].numel() if known else _MANY

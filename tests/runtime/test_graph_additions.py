@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn import functional
 
 from generator.paths import REPOSITORY
@@ -416,6 +417,15 @@ def test_a_pass_knows_the_rows_that_kernels_add() -> None:
     assert not ask(100)
     assert not ask(4096, device="cpu")
     assert not ask(4096, which=none)
+    environment = ShapeEnv()
+    with FakeTensorMode(shape_env=environment):  # sizes that nobody knows are not fixed
+        size, other = (environment.create_unbacked_symint() for _ in range(2))
+        rows, weight = (
+            torch.empty(*shape, dtype=torch.bfloat16, device="cuda")
+            for shape in ((4096, 4096), (size,))
+        )
+        assert not added.serves(rows, weight, False)
+        assert not added.serves(rows.new_empty(4, other), weight, False)
     # A kernel of fp32 weights serves the sum of weight and offset.
     fp32 = source(None).backward.choose(16384, 4096, "bf16", "fp32").kernel
     assert ask(4096, offset=True) == (fp32 is not None)
