@@ -215,8 +215,8 @@ class SumBackwardPackage:
             raise ValueError(
                 f"{self.name} adds {self.gradients} gradients, and got {len(gradients)}"
             )
-        given = dict(zip(GRADIENTS, gradients, strict=False)) | {"x": x, "rstd": rstd}
-        given |= {"weight": served_dtype(weight, x), "dresidual": dresidual}
+        given: dict[str, Any] = dict(zip(GRADIENTS, gradients, strict=False))
+        given |= {"x": x, "rstd": rstd, "weight": served_dtype(weight, x), "dresidual": dresidual}
         found = self._server({k: v for k, v in given.items() if v is not None}, weight_offset)
         dx, dw = found["dx"], None if weight is None else found["dw"]
         return (dx, dw) if dresidual is None else (dx, dw, found.get("dresidual_out", dx))
