@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node
 
 from .gradient_sums import fold_gradients
-from .routes import INPUTS, arguments_of, getitems, replace_node
+from .routes import INPUTS, arguments_of, calls_of, getitems, replace_node
 from .sums import fold_sums, nodes_between, terms_of
 
 
@@ -26,12 +26,8 @@ def fold_additions(graph: torch.fx.Graph, operators: Any) -> int:
     """
     # Of two norms that an addition stands between, the first reads and writes less with it.
     folded = fold_sums(graph, operators)
-    for node in list(graph.nodes):
-        norm, backward = getattr(operators, "rms_norm", None), operators.backward_operator
-        if node.op != "call_function" or node.target not in (norm, backward):
-            continue
-        if arguments_of(node)["package"] != operators.package:
-            continue
+    norm, backward = getattr(operators, "rms_norm", None), operators.backward_operator
+    for node in calls_of(graph, operators.package, norm, backward):
         if node.target is norm:
             folded += _fold_before(node, operators.add_rms_norm)
         else:

@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from .graph_values import are_alike, is_contiguous, value_of
 from .neighbours import behind_views, is_computed
-from .routes import arguments_of, replace_node
+from .routes import arguments_of, calls_of, replace_node
 from .sums import nodes_between, terms_of
 
 _MOST = 3
@@ -28,13 +28,7 @@ def fold_gradients(graph: torch.fx.Graph, operators: Any) -> int:
     serves = getattr(getattr(operators, "sum_backward", None), "serves", None)
     if serves is None:
         return 0
-    found = [
-        node
-        for node in graph.nodes
-        if node.op == "call_function"
-        and node.target is operators.rms_norm_backward
-        and arguments_of(node)["package"] == operators.package
-    ]
+    found = calls_of(graph, operators.package, operators.rms_norm_backward)
     return sum(_fold(node, operators, serves) for node in found)
 
 
@@ -67,9 +61,10 @@ def _fold(backward: Node, operators: Any, serves: Any) -> int:
 def _additions(total: Any, user: Node) -> list[Node]:
     """Return the additions that a sum is made of, the innermost first, where each goes to the next
     one alone and the last to `user`."""
-    if terms_of(total) is None or list(total.users) != [user]:
+    terms = terms_of(total)
+    if terms is None or list(total.users) != [user]:
         return []
-    inner = [one for term in total.args[:2] for one in _additions(term, total)]
+    inner = [one for term in terms for one in _additions(term, total)]
     return [*inner, total]
 
 

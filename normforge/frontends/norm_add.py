@@ -29,13 +29,11 @@ from ..torch_internals import (
 from .dtensor import is_dtensor
 from .graph_values import same_size
 from .nodes import EagerNormAndAdd
-from .row_functions import ForwardKernels, ForwardPackage
+from .row_functions import ForwardKernels, ForwardPackage, sizes_of
 from .row_nodes import applied
 from .unfused import norm_then_add
 
 _FP32_EPS = torch.finfo(torch.float32).eps
-_MANY = 4096
-"""Rows for which a kernel is asked where their number is not known."""
 
 
 class NormAndAdd(ForwardKernels):
@@ -53,13 +51,11 @@ class NormAndAdd(ForwardKernels):
         """Return True if there is a kernel for rows like x, which may be a fake of sizes that
         tracing does not know."""
         scale = x if weight is None else weight
-        width, dtype = x.shape[-1], DTYPES.get(x.dtype, "")
+        sizes, dtype = sizes_of(x), DTYPES.get(x.dtype, "")
         served = x.is_cuda and dtype and scale.dtype in DTYPES and not self.missing
-        if not served or not isinstance(width, int) or not same_size(scale.shape[-1], width):
+        if not served or sizes is None or not same_size(scale.shape[-1], sizes[1]):
             return False
-        known = all(isinstance(size, int) for size in x.shape)
-        count = x.shape[:-1].numel() if known else _MANY
-        return self.has_kernel(max(1, count), width, dtype, DTYPES[scale.dtype], offset)
+        return self.has_kernel(*sizes, dtype, DTYPES[scale.dtype], offset)
 
     def has_kernel(self, M: int, N: int, dtype: str, weight_dtype: str, offset: bool) -> bool:
         """Return True if there is a kernel for M rows of N columns of these dtypes, or one without

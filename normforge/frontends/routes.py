@@ -37,6 +37,12 @@ def arguments_of(node: Node) -> dict[str, Any]:
     return {name: given[name] for name in names if name in given}
 
 
+def calls_of(graph: torch.fx.Graph, package: str, *targets: Any) -> list[Node]:
+    """The calls of some operators that ask for a package, in the order of the graph."""
+    calls = (n for n in graph.nodes if n.op == "call_function" and n.target in targets)
+    return [call for call in calls if arguments_of(call)["package"] == package]
+
+
 def takes(x: Any, weight: Any, normalized_shape: Any) -> bool:
     """Return True if the package's operators take these: one normalised dimension, dtypes they
     know."""

@@ -20,6 +20,9 @@ from ..serve.rows import RowServer
 from ..table import Table
 from .library import Served, namespace
 
+_MANY = 4096
+"""Rows for which a kernel is asked where their number is not known."""
+
 
 def _named(functions: type[RowFunctions], name: str) -> Any:
     """Return functions by their name, also in a process that has used none yet."""
@@ -110,6 +113,16 @@ class OneOperation:
     def provenance(self) -> dict[str, Any]:
         """The target, and how the kernel of every tuned shape was found and checked."""
         return provenance_of(self.source)
+
+
+def sizes_of(x: torch.Tensor) -> tuple[int, int] | None:
+    """Return M and N of rows, which may be a fake of sizes that tracing does not know: then as of
+    many rows. None where N is not known."""
+    *rows, width = x.shape
+    if not isinstance(width, int):
+        return None
+    known = all(isinstance(size, int) for size in rows)
+    return max(1, x.shape[:-1].numel()) if known else _MANY, width
 
 
 class ForwardKernels:

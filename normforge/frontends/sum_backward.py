@@ -23,10 +23,7 @@ from .gradients import autograd_of_backward
 from .graph_values import same_size
 from .library import define, differentiate
 from .operators import SCHEMAS, Operators, fake_backward
-from .row_functions import OneOperation
-
-_MANY = 4096
-"""Rows for which a kernel is asked where their number is not known."""
+from .row_functions import OneOperation, sizes_of
 
 
 class SumBackward:
@@ -64,17 +61,15 @@ class SumBackward:
     ) -> bool:
         """Return True if there is a kernel for so many gradients and rows like x, which may be a
         fake of sizes that tracing does not know."""
-        width, server = x.shape[-1], self.server(count)
-        known = x.dtype in DTYPES and weight.dtype in DTYPES and isinstance(width, int)
-        if not x.is_cuda or not known or server.missing:
+        sizes, server = sizes_of(x), self.server(count)
+        known = x.dtype in DTYPES and weight.dtype in DTYPES
+        if not x.is_cuda or not known or sizes is None or server.missing:
             return False
-        if weight.dim() != 1 or not same_size(weight.shape[0], width):
+        if weight.dim() != 1 or not same_size(weight.shape[0], sizes[1]):
             return False
-        counted = all(isinstance(size, int) for size in x.shape)
-        rows = max(1, x.shape[:-1].numel()) if counted else _MANY
         residual = "" if dresidual is None else DTYPES.get(dresidual.dtype, "none")
         names = (DTYPES[x.dtype], DTYPES[weight.dtype])
-        found = server.explain(rows, width, *names, offset=offset, residual=residual)
+        found = server.explain(*sizes, *names, offset=offset, residual=residual)
         return found["kernel"] is not None
 
     @staticmethod

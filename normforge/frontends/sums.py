@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node
 
 from .graph_values import are_alike, in_one_place, is_contiguous, value_of
-from .routes import arguments_of, getitems, replace_node
+from .routes import arguments_of, calls_of, getitems, replace_node
 
 _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
@@ -27,13 +27,7 @@ def fold_sums(graph: torch.fx.Graph, operators: Any) -> int:
     serves = getattr(norm_and_add, "serves", None)
     if serves is None:
         return 0
-    found = [
-        node
-        for node in graph.nodes
-        if node.op == "call_function"
-        and node.target is operators.rms_norm
-        and arguments_of(node)["package"] == operators.package
-    ]
+    found = calls_of(graph, operators.package, operators.rms_norm)
     return sum(_fold_sum(node, operators, serves) for node in found)
 
 
