@@ -27,21 +27,42 @@ GATES = torch.tensor(
 )
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("operation", [*GATED_FORWARDS, *GATED_BACKWARDS], ids=lambda o: o.name)
-def test_gates_of_any_size_have_their_value_and_slope(operation: Any, target: Target) -> None:
-    """Gates beyond 87 have those of 87: what is left of a sigmoid there is 1e-38."""
-    problem = Problem.parse("16x64:fp32", operation.name)
+def test_gates_of_any_size_have_their_value_and_slope(
+    operation: Any, dtype: str, target: Target
+) -> None:
+    """Gates beyond 87 have those of 87, or none: what is left of a sigmoid there is 1e-38."""
+    problem = Problem.parse(f"16x64:{dtype}", operation.name)
     given = operation.make_inputs(problem, CPU)
-    z = GATES.repeat(4).expand(16, 64).contiguous()
-    inputs = replace(given, x=given.x.sign() * (1 + given.x.abs()), z=z)
+    least = torch.finfo(given.z.dtype).min
+    z = GATES.clamp(min=least).repeat(4).expand(16, 64).to(given.z.dtype)
+    inputs = replace(given, x=given.x.sign() * (1 + given.x.abs()), z=z.contiguous())
     strategy = "column_slices" if operation.sums_rows else "none"
-    knobs = {"threads_per_row": 16, "rows_per_cta": 8, "strategy": strategy}
+    knobs = {"threads_per_row": 8, "rows_per_cta": 4, "strategy": strategy}
     found = run_to_one_result(plain_variant(problem, target, **knobs), inputs)
     reference = make_reference(library.OPERATIONS[operation.name], problem, inputs)
+    unit = 0.0 if dtype == "fp32" else 2.0**-8
     for out, exact in reference.outputs.items():
         off = (found[out].double() - exact).abs()
-        assert torch.all(off <= 1e-5 * reference.scales[out].double() + 1e-30), out
+        bound = unit * exact.abs() + 1e-5 * reference.scales[out].double() + 1e-30
+        assert torch.all(off <= bound), out
         assert found[out].isfinite().all()
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("name", KINDS)
+def test_gates_that_are_no_numbers_give_what_pytorch_gives(
+    name: str, value: float, target: Target
+) -> None:
+    problem = Problem.parse("16x64:bf16", name)
+    given = OPERATIONS[name].make_inputs(problem, CPU)
+    given.z[3, 5] = value
+    variant = plain_variant(problem, target, threads_per_row=8, rows_per_cta=4, strategy="none")
+    found = run_to_one_result(variant, given)["y"]
+    wanted = gated_rmsnorm(given.x, given.z, given.weight, given.eps, *KINDS[name])
+    assert torch.equal(found.isnan(), wanted.isnan())
+    assert torch.equal(found.isinf(), wanted.isinf())
 
 
 @pytest.mark.parametrize("name", KINDS)

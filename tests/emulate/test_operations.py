@@ -194,7 +194,7 @@ EVERY_THREAD = (" && row_thread() == 0", "")
 PLANTED: dict[str, list[tuple[str, str, str]]] = {
     "gated_rmsnorm_forward": [
         ("__fmaf_rn(u_i, u_i, sum[u])", "sum[u]", r"y\[.* are off"),
-        ("{__fmul_rn(low, sigmoid)", "{sigmoid", r"y\[.* are off"),
+        ("{__fmul_rn(z, sigmoid)", "{sigmoid", r"y\[.* are off"),
     ],
     "gated_rmsnorm_sigmoid_forward": [("{sigmoid", "{z * sigmoid", r"y\[.* are off")],
     "gate_first_rmsnorm_forward": [
@@ -202,7 +202,7 @@ PLANTED: dict[str, list[tuple[str, str, str]]] = {
     ],
     "gated_rmsnorm_backward": [
         ("__fmul_rn(correction, xe)", "0.0f", r"dx\[.* are off"),
-        ("__fmaf_rn(bounded, rest, 1.0f)", "1.0f", r"dz\[.* are off"),
+        ("__fmaf_rn(z, __fadd_rn(1.0f, -sigmoid), 1.0f)", "1.0f", r"dz\[.* are off"),
         ("__fmaf_rn(u_i, u_i, sum[u])", "sum[u]", r"dx\[.* are off"),
     ],
     "gate_first_rmsnorm_backward": [

@@ -87,6 +87,8 @@ def fragments(v: Variant) -> set[str]:
         chosen |= {"shifted", "weight_shifted"}
     if v.signature.scales:
         chosen |= {"primitives_fp8", "quantized", f"scales_{v.signature.scales.kind}"}
+    if v.operation.startswith("gate") or (v.signature.scales and v.signature.scales.kind == "fp32"):
+        chosen |= {"approximate"}
     if not v.signature.sums:
         chosen -= {"row_blocks", "partial_dw", "dw_output", "dw_context"}
     if "sum_partials" in chosen and v["cluster"] > 1 and not v.exact:
