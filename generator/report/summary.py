@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import geometric_mean
 
 from generator.errors import NormforgeError
 from generator.kernels.strategies import Strategy
 from generator.kernels.variant import kernel_of
-from generator.problem import RMSNORM_BACKWARD, Problem
+from generator.problem import Problem
 from generator.report.peers import Comparison
 from generator.report.standing_out import StandingOut, standing_out
 from generator.result import OUTCOMES, PREDICTED_OUTCOMES
@@ -250,7 +250,7 @@ class Grid:
 
 def kind_of(problem: Problem) -> str:
     """Everything about a problem but its shape and operation, for example `bf16` or `bf16:fp32`."""
-    return str(replace(problem, operation=RMSNORM_BACKWARD)).split(":", 1)[1]
+    return str(problem).removeprefix(f"{problem.operation}:").split(":", 1)[1]
 
 
 def bandwidth_share(study: Study) -> float | None:

@@ -12,7 +12,7 @@ from generator.problem import Problem
 from generator.report import charts
 from generator.report.collect import summaries
 from generator.report.explain import Explanation
-from generator.report.summary import Standing, Summary, bandwidth_share, runners_up
+from generator.report.summary import Standing, Summary, bandwidth_share, kind_of, runners_up
 from generator.result import Result
 from generator.studies.reader import Study
 from generator.studies.records import Record, Winner
@@ -41,6 +41,22 @@ def study(
         finals=(),
         importance={},
     )
+
+
+@pytest.mark.parametrize(
+    ("operation", "kind"),
+    [
+        ("rmsnorm_backward", "bf16:fp32+offset+residual"),
+        ("rmsnorm_rope_backward", "bf16:fp32+rotary64+interleaved"),
+        ("rmsnorm_rope_forward", "bf16+offset+interleaved"),
+        ("gated_rmsnorm_forward", "fp16"),
+    ],
+)
+def test_kinds_of_problems_have_the_options_of_their_operation(operation: str, kind: str) -> None:
+    problem = Problem.parse(f"4096x256:{kind}", operation)
+    assert kind_of(problem) == kind
+    (summary,) = summaries([study(problem=problem)], "here", operation)
+    assert [grid.kind for grid in summary.grids] == [kind]
 
 
 def test_a_later_prediction_hides_no_measurement() -> None:
