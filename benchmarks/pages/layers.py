@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from statistics import geometric_mean
 from typing import Any
 
-from benchmarks.pages.text import read, table
+from benchmarks.pages.text import generated, read, table
 from benchmarks.training.layers import TITLES, WAYS
 
 
@@ -20,17 +21,48 @@ def layers_with_sums() -> str:
     return _by_way(read("layers_h200")["layers"], read("layers_without_sums_h200")["layers"])
 
 
+def layers_with_sums_h100() -> str:
+    """Milliseconds of those kernels on an H100, which has no packages of its own for them."""
+    return _by_way(read("layers_with_sums_h100")["layers"])
+
+
 def _by_way(found: dict[str, Any], before: dict[str, Any] | None = None) -> str:
     def cell(model: str, way: str) -> str:
         time = f"{found[model][way]['others_ms']:.2f}"
-        return time if before is None else f"{time} ({before[model][way]['others_ms']:.2f})"
+        other = (before or {}).get(model, {}).get(way)
+        return f"{time} ({other['others_ms']:.2f})" if other else time
 
-    measured = next(iter(found.values()))
-    lines = [(WAYS[way].title, *(cell(model, way) for model in found)) for way in measured]
+    ways = [way for way in WAYS if all(way in measured for measured in found.values())]
+    lines = [(WAYS[way].title, *(cell(model, way) for model in found)) for way in ways]
     return table(["ms per step", *(TITLES[model] for model in found)], lines)
+
+
+def fewer_instructions() -> str:
+    """Tabulate the winners of norms with neighbours over the floor, in the packages before and in
+    today's. Means are geometric, of the shapes that both have."""
+    before = read("neighbours_before")["ratios"]
+    lines = []
+    for operation in before["h200"]:
+        cells = []
+        for gpu in ("h200", "h100"):
+            old, now = before[gpu][operation], _ratios(gpu, operation)
+            both = [(old[shape], now[shape]) for shape in old if shape in now]
+            was, today = (geometric_mean(each) for each in zip(*both, strict=True))
+            cells += [str(len(both)), f"{was:.3f}", f"{today:.3f}"]
+        lines.append((f"`{operation}`", *cells))
+    header = [f"{gpu}, {what}" for gpu in ("H200", "H100") for what in ("shapes", "before", "now")]
+    return table(["time over the floor", *header], lines)
+
+
+def _ratios(gpu: str, operation: str) -> dict[str, float]:
+    """Return the ratio of each shape's winner in its finals, as the package's table has it."""
+    facts = [entry["provenance"] for entry in generated(gpu, operation, "table.json")["tuned"]]
+    return {own["study"].split(":", 1)[1].rsplit("@", 1)[0]: own["ratio"] for own in facts}
 
 
 LAYERS_BLOCKS: dict[str, Callable[[], str]] = {
     "layers": layers,
     "layers_with_sums": layers_with_sums,
+    "layers_with_sums_h100": layers_with_sums_h100,
+    "fewer_instructions": fewer_instructions,
 }

@@ -381,6 +381,9 @@ extern "C" __global__ void  rmsnorm_mxfp8_forward(ARGUMENTS(Arguments, args)) {
         store_dw(args.rstd + row, out_rstd);
       // Where the thread's first vector goes; the others lie at constant distances.
       Element* const y_to = args.y + row * args.y_stride + rows.column(0);
+      // Those of the thread's first vector.
+      auto* const y8_to = args.y8 + row * kRowColumns + rows.column(0);
+      auto* const y_scales_to = args.y_scales + row * kRowBlocks + rows.column(0) / kBlockColumns;
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
         const int column = rows.column(j);
@@ -394,10 +397,10 @@ extern "C" __global__ void  rmsnorm_mxfp8_forward(ARGUMENTS(Arguments, args)) {
         const BlockScale scale(block_amax(out));
         if (pipeline.exists(batch, u) && rows.owns(j, column)) {
           if (args.y8 != nullptr)
-            store_row<kElements>(args.y8 + row * kRowColumns + column,
+            store_row<kElements>(y8_to + j * kThreadsPerRow * kElements,
                                  quantized(out, scale));
           if (args.y_scales != nullptr && row_thread() % kBlockLanes == 0)
-            store_scale(args.y_scales + row * kRowBlocks + column / kBlockColumns, scale.value);
+            store_scale(y_scales_to + j * (kThreadsPerRow / kBlockLanes), scale.value);
         }
         if (args.y != nullptr && pipeline.exists(batch, u) && rows.owns(j, column)) {
           RowPacket packet;

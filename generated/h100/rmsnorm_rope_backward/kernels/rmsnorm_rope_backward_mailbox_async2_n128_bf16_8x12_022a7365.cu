@@ -175,12 +175,14 @@ struct RowPipeline {
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) {
       const long long row = row_of(batch, u);
+      const Element* const x_from = rows.x(row, rows.column(0));
+      const Element* const dy_from = rows.dy(row, rows.column(0));
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
         const int column = rows.column(j);
         if (row < rows.count && rows.owns(j, column)) {
-          copy_async<kVectorBytes>(slot(into, 0, u, j), rows.x(row, column));
-          copy_async<kVectorBytes>(slot(into, 1, u, j), rows.dy(row, column));
+          copy_async<kVectorBytes>(slot(into, 0, u, j), x_from + j * kThreadsPerRow * kElements);
+          copy_async<kVectorBytes>(slot(into, 1, u, j), dy_from + j * kThreadsPerRow * kElements);
         }
       }
     }
@@ -263,14 +265,28 @@ extern "C" __global__ void __launch_bounds__(384, 1) rmsnorm_rope_backward(ARGUM
   if constexpr (!kExact) inverse_columns = __fdiv_rn(1.0f, static_cast<float>(args.columns));
   float partial[kVectors][kElements] = {};
   RowBlocks blocks(smem);
+  // A batch ahead of its use, as the rows are.
+  GroupPacket next_cos_words[kRowsInFlight][kGroupVectors];
+  load_group(next_cos_words, args.cos, args.cos_stride, rows, schedule.batch);
+  // A batch ahead of its use, as the rows are.
+  GroupPacket next_sin_words[kRowsInFlight][kGroupVectors];
+  load_group(next_sin_words, args.sin, args.sin_stride, rows, schedule.batch);
 
   for (; schedule.batch < rows.batches; schedule.next()) {
     const long long batch = schedule.batch;
     RowPacket xs[kRowsInFlight][kVectors], dys[kRowsInFlight][kVectors];
     GroupPacket cos_words[kRowsInFlight][kGroupVectors];
-    load_group(cos_words, args.cos, args.cos_stride, rows, batch);
+#pragma unroll
+    for (int u = 0; u < kRowsInFlight; ++u)
+#pragma unroll
+      for (int j = 0; j < kGroupVectors; ++j) cos_words[u][j] = next_cos_words[u][j];
+    load_group(next_cos_words, args.cos, args.cos_stride, rows, schedule.ahead(1));
     GroupPacket sin_words[kRowsInFlight][kGroupVectors];
-    load_group(sin_words, args.sin, args.sin_stride, rows, batch);
+#pragma unroll
+    for (int u = 0; u < kRowsInFlight; ++u)
+#pragma unroll
+      for (int j = 0; j < kGroupVectors; ++j) sin_words[u][j] = next_sin_words[u][j];
+    load_group(next_sin_words, args.sin, args.sin_stride, rows, schedule.ahead(1));
     if (schedule.ahead(1) >= rows.batches) strategy.announce(participant);
     pipeline.await();
     pipeline.read(xs, dys, batch);
@@ -304,6 +320,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) rmsnorm_rope_backward(ARGUM
       // dx = w * (rstd * dn) + correction * x, correction = -rstd^3 * sum(x * w * dn) / N.
       const float mean = __fmul_rn(__fmul_rn(sum[kRowsInFlight + u], rstd), inverse_columns);
       const float correction = -__fmul_rn(__fmul_rn(rstd, rstd), mean);
+      // Where the thread's first vector goes; the others lie at constant distances.
+      Element* const dx_to = args.dx + rows.start(row, args.dx_stride, args.dx_gap) + rows.column(0);
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
         const int column = rows.column(j);
@@ -318,7 +336,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) rmsnorm_rope_backward(ARGUM
         if (args.dx != nullptr && row < args.rows && rows.owns(j, column)) {
           RowPacket packet;
           narrow<Element, kElements>(packet.words, out);
-          store_row<kVectorBytes>(args.dx + rows.start(row, args.dx_stride, args.dx_gap) + column, packet);
+          store_row<kVectorBytes>(dx_to + j * kThreadsPerRow * kElements, packet);
         }
       }
     }
