@@ -6,15 +6,15 @@
 // e4m3 is rounded from the quotient in fp32, so y * inverse + y * rest, rounded to fp32, has to round to the
 // same number. (The quotient by a known divisor is that of Brisebarre, Muller and Raina, "Accelerating
 // correctly rounded floating-point division when the divisor is known in advance", IEEE TC 2004.)
-// - Before it is rounded to fp32, it is off by less than 2^-43.5 of itself: `inverse` is too small by
-//   0 < error < 2^-21.1 of 1 / value, `rest` leaves out error^3, and `rest`, what it is made of and its
-//   product are rounded, each by at most 2^-24 of something 2^-21.1 as large as the quotient.
+// - Before it is rounded to fp32, it is off by less than 2^-43 of itself: `inverse` is too small by
+//   0 < error < 2^-21.1 of 1 / value, `rest` leaves out error^3, and error, its sum with its square, `rest`
+//   and the product with y are rounded, each by at most 2^-24 of something 2^-21.1 as large as the quotient.
 // - Numbers that e4m3 rounds differently have the middle of two of its numbers between them, or are it: m, of
 //   at most five bits, and so a number of fp32. Hence the two may differ only if a multiple of 1/2 ulp beside
-//   m lies between them unrounded, so that y / value is within 2^-43.5 of m + ulp / 2 or m - ulp / 2, or
+//   m lies between them unrounded, so that y / value is within 2^-43 of m + ulp / 2 or m - ulp / 2, or
 //   of those with ulp / 4 below a power of two.
 // - y - m * value is a multiple of 2^-4 ulp(value) * ulp(m) * 2^23, as m has five bits. Where it is as close as that
-//   to value * ulp(m) / 2, the mantissa of value, an integer of 24 bits, is within 2^5.5 of a multiple of 2^20.
+//   to value * ulp(m) / 2, the mantissa of value, an integer of 24 bits, is within 2^6 of a multiple of 2^20.
 //   If it is such a multiple, y would have 25 bits, so that nothing is that close.
 // - The rest of the numbers, large ones, for which `rest` might be subnormal, infinity and NaN, are divided.
 // What underflows is 0 in e4m3 all the same. As inverse < 1 / value, rest >= 0, and -0 stays -0.

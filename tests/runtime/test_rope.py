@@ -265,9 +265,11 @@ def test_it_says_which_kernel_serves_or_why_none_does(forward: bool) -> None:
         (64, True, "+rotary64+interleaved"),
     ):
         options: Any = {"rotary_dim": columns, "interleaved": interleaved}
-        found = explain(524288, 128, "bf16", forward=forward, **options)
+        found = explain(524288, 96, "bf16", forward=forward, **options)
         assert (found["how"], found["kernel"]) == ("none", None)
-        assert found["reason"].startswith(f"nothing like 524288x128:bf16{rotation} was tuned")
+        assert found["reason"].startswith(f"nothing like 524288x96:bf16{rotation} was tuned")
+    found = explain(524288, 128, "bf16", forward=forward, interleaved=True)
+    assert found["how"] == "nearest"
 
 
 def test_a_package_that_is_named_by_a_path_with_a_plus_has_a_form() -> None:
