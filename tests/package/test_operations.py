@@ -290,7 +290,7 @@ def test_a_package_of_another_operation_is_refused(tmp_path: Path) -> None:
 )
 def test_the_command_tunes_it_like_others(tmp_path: Path, name: str) -> None:
     """Predicted, as no GPU is asked for, and checked in the emulator."""
-    line = [sys.executable, "tune.py", "--op", name, "--gpu", "h200", "--trials", "3", "--json"]
+    line = [sys.executable, "tune.py", "--op", name, "--gpu", "h200", "--trials", "6", "--json"]
     line += ["--shapes", "4096x1024:bf16", "--out", str(tmp_path)]
     (shape,) = json.loads(run(*line))["shapes"]
     assert any("CPU emulator" in check for check in shape["checks"])
