@@ -15,7 +15,7 @@
 //   of those with ulp / 4 below a power of two.
 // - y - m * value is a multiple of 2^-4 ulp(value) * ulp(m) * 2^23, as m has five bits. Where it is as close as that
 //   to value * ulp(m) / 2, the mantissa of value, an integer of 24 bits, is within 2^6 of a multiple of 2^20.
-//   If it is such a multiple, y would have 25 bits, so that nothing is that close.
+//   If it is such a multiple, y would have 25 bits or more, so that nothing is that close.
 // - The rest of the numbers, large ones, for which `rest` might be subnormal, infinity and NaN, are divided.
 // What underflows is 0 in e4m3 all the same. As inverse < 1 / value, rest >= 0, and -0 stays -0.
 // tests/emulate/test_quotients.py tries all mantissas.

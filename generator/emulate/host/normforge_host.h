@@ -38,7 +38,16 @@ inline unsigned __float_as_uint(float value) {
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
-inline float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+inline float __fmaf_rn(float a, float b, float c) {
+  float result = __builtin_fmaf(a, b, c);
+  // g++ would make c - a * b of -(a * b - c), where 0 has another sign.
+#if defined(__x86_64__)
+  asm("" : "+x"(result));
+#elif defined(__aarch64__)
+  asm("" : "+w"(result));
+#endif
+  return result;
+}
 inline float __frsqrt_rn(float a) {
   return static_cast<float>(1.0L / __builtin_sqrtl(static_cast<long double>(a)));
 }

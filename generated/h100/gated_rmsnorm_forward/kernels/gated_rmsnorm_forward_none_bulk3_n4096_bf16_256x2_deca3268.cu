@@ -231,8 +231,9 @@ struct Gate {
   float value, slope;  // of the activation
 };
 
-// Beside what is rounded to 16 bits the error of the approximate instructions is nothing: 2^-17 for |z| < 87,
-// most of it from the product with log2(e).
+// Beside what is rounded to 16 bits the error of the approximate instructions is nothing: 2^-17 of the value
+// for |z| < 87, most of it from the product with log2(e), and 2^-19 of the slope, which may be 0. Beyond 87
+// the value is 0 or 2^-126.
 DEVICE Gate gate_of_16_bits(float z) {
   const float t = __fmul_rn(z, -1.44269504f);
   const float sigmoid = approximate_reciprocal(__fadd_rn(1.0f, approximate_exp2(t)));

@@ -374,10 +374,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) rmsnorm_rope_backward(ARGUM
   if constexpr (!kExact) inverse_columns = __fdiv_rn(1.0f, static_cast<float>(args.columns));
   float partial[kVectors][kElements] = {};
   RowBlocks blocks(smem);
-  // A batch ahead of its use, as the rows are.
+  // A batch ahead of its use.
   GroupPacket next_cos_words[kRowsInFlight][kGroupVectors];
   load_group(next_cos_words, args.cos, args.cos_stride, rows, schedule.batch);
-  // A batch ahead of its use, as the rows are.
+  // A batch ahead of its use.
   GroupPacket next_sin_words[kRowsInFlight][kGroupVectors];
   load_group(next_sin_words, args.sin, args.sin_stride, rows, schedule.batch);
 

@@ -232,10 +232,10 @@ extern "C" __global__ void  rmsnorm_rope_forward(ARGUMENTS(Arguments, args)) {
   // 1 / N, rounded once.
   float inverse_columns = 1.0f / kRowColumns;
   if constexpr (!kExact) inverse_columns = __fdiv_rn(1.0f, static_cast<float>(args.columns));
-  // A batch ahead of its use, as the rows are.
+  // A batch ahead of its use.
   GroupPacket next_cos_words[kRowsInFlight][kGroupVectors];
   load_group(next_cos_words, args.cos, args.cos_stride, rows, schedule.batch);
-  // A batch ahead of its use, as the rows are.
+  // A batch ahead of its use.
   GroupPacket next_sin_words[kRowsInFlight][kGroupVectors];
   load_group(next_sin_words, args.sin, args.sin_stride, rows, schedule.batch);
 
