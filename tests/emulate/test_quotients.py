@@ -1,4 +1,5 @@
-"""Quotients that are rounded to FP8: the code of the kernels for all scales, on the CPU."""
+"""Quotients that are rounded to FP8: the code of the kernels for all scales, with the arithmetic of
+the emulator."""
 
 from __future__ import annotations
 
@@ -7,32 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from generator.emulate import find_compiler
-from generator.kernels.render import environment
+from generator.emulate.build import HOST, compile_to, find_compiler
+from generator.paths import template_named
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
 
 PROGRAM = """
 #include <cstdio>
-#include <cstring>
 #include <initializer_list>
-#define DEVICE inline
+#include "normforge_host.h"
 static int off = 0;  // of the approximate reciprocal, in units in the last place
-static unsigned __float_as_uint(float x) { unsigned u; std::memcpy(&u, &x, 4); return u; }
-static float __uint_as_float(unsigned u) { float x; std::memcpy(&x, &u, 4); return x; }
-static float __fmul_rn(float a, float b) { return a * b; }
-static float __fdiv_rn(float a, float b) { return a / b; }
-#ifdef __aarch64__
-#define KEEP(value) asm("" : "+w"(value))
-#else
-#define KEEP(value) asm("" : "+x"(value))
-#endif
-static float __fmaf_rn(float a, float b, float c) {
-  float r = __builtin_fmaf(a, b, c);
-  KEEP(r);  // g++ makes a * b - c of -(c - a * b), where 0 has another sign
-  return r;
-}
-static float larger_magnitude(float a, float b) { return a != a || a > b ? a : b; }
 static float approximate_reciprocal(float x) {
   const float r = 1.0f / x;
   return r > 0.0f && r <= 0x1p126f ? __uint_as_float(__float_as_uint(r) + off) : r;
@@ -90,18 +75,16 @@ int main() {
 
 def outcome(scale: str, folder: Path) -> list[str]:
     """Compile and run the program with this text of the scale; return its lines."""
-    source = folder / "quotients.cpp"
+    source, program = folder / "quotients.cpp", folder / "quotients"
     source.write_text(PROGRAM.replace("{SCALE}", scale))
     compiler = find_compiler()
     assert compiler is not None
-    flags = ["-std=c++17", "-O2", "-march=native", "-ffp-contract=off"]
-    subprocess.run([compiler, *flags, source, "-o", folder / "quotients"], check=True)
-    run = subprocess.run([folder / "quotients"], check=True, capture_output=True, text=True)
-    return run.stdout.split("\n")[:-1]
+    compile_to(compiler, [f"-I{HOST}", str(source)], program)
+    return subprocess.run([program], check=True, capture_output=True, text=True).stdout.splitlines()
 
 
 def text() -> str:
-    return environment().loader.get_source(environment(), "scales_fp32.cuh")[0]  # type: ignore[union-attr]
+    return template_named("scales_fp32.cuh").read_text(encoding="utf-8")
 
 
 def test_every_quotient_is_rounded_to_fp8_as_that_of_a_division(tmp_path: Path) -> None:

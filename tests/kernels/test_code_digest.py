@@ -181,13 +181,15 @@ def test_committed_studies_are_of_todays_code(monkeypatch: pytest.MonkeyPatch) -
     names = [entry["study_name"] for entry in committed(0)]
     assert len(names) == 378 and sum(name.startswith("layernorm_b") for name in names) == 47
     for entry in committed(4, step=100):
-        operation = Problem.parse(names[entry["study_id"]].partition("@")[0]).operation
-        if operation.startswith(RETUNED) and entry["datetime_complete"] < "2026-11-28T20:40":
+        problem = Problem.parse(names[entry["study_id"]].partition("@")[0])
+        if (
+            problem.operation.startswith(RETUNED)
+            and entry["datetime_complete"] < "2026-11-28T20:40"
+        ):
             continue  # before their templates were changed
         choices = {k: json.loads(d)["attributes"] for k, d in entry["distributions"].items()}
         known = {k: choices[k]["choices"][int(i)] for k, i in entry["params"].items()}
         config = {**neutral, **known}  # with the knobs that came later
-        problem = Problem.parse(names[entry["study_id"]].partition("@")[0])
         assert without_space(names[entry["study_id"]]) == study_name(problem, TARGET, "measured")
         variant = make_variant(config, problem)
         # Kernels with a producer were tried before their templates were changed.
