@@ -1,6 +1,7 @@
-"""RMSNorm that is quantized to FP8, by kernels that were tuned for the GPU that this runs on.
+"""RMSNorm that is quantized to FP8, and its backward, by kernels that were tuned for the GPU that
+this runs on.
 
-    from normforge.quantized import rms_norm_quantized
+    from normforge.quantized import rms_norm_backward_quantized, rms_norm_quantized
 
 Where there is no package for a GPU, PyTorch's operators serve.
 """
@@ -15,6 +16,7 @@ from normforge import functions_of, names_of
 __all__ = [
     "explain",
     "operators",
+    "rms_norm_backward_quantized",
     "rms_norm_quantized",
 ]
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     _package = QuantizedPackage(Path())
     explain = _package.explain
     operators = _package.operators
+    rms_norm_backward_quantized = _package.rms_norm_backward_quantized
     rms_norm_quantized = _package.rms_norm_quantized
 else:
     __getattr__ = names_of(functions_of, "quantized_packages", __name__, __all__)

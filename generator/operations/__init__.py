@@ -17,7 +17,7 @@ from generator.operations.rmsnorm_add_forward import RMSNORM_ADD_FORWARD
 from generator.operations.rmsnorm_backward import RMSNORM_BACKWARD
 from generator.operations.rmsnorm_forward import RMSNORM_FORWARD, RMSNORM_INVARIANT_FORWARD
 from generator.operations.rmsnorm_invariant_backward import RMSNORM_INVARIANT_BACKWARD
-from generator.operations.rmsnorm_quantized import RMSNORM_FP8_FORWARD, RMSNORM_MXFP8_FORWARD
+from generator.operations.rmsnorm_quantized import RMSNORM_QUANTIZED
 from generator.operations.rmsnorm_rope import RMSNORM_ROPE_BACKWARD, RMSNORM_ROPE_FORWARD
 from generator.operations.rmsnorm_sum_backward import RMSNORM_SUM_BACKWARDS
 from generator.problem import FORWARDS, Problem
@@ -37,8 +37,7 @@ OPERATIONS = {
         *GATED_FORWARDS,
         RMSNORM_ROPE_BACKWARD,
         RMSNORM_ROPE_FORWARD,
-        RMSNORM_FP8_FORWARD,
-        RMSNORM_MXFP8_FORWARD,
+        *RMSNORM_QUANTIZED,
         *RMSNORM_SUM_BACKWARDS,
     )
 }
@@ -76,9 +75,8 @@ __all__ = [
     "RMSNORM_ADD_FORWARD",
     "RMSNORM_BACKWARD",
     "RMSNORM_FORWARD",
-    "RMSNORM_FP8_FORWARD",
     "RMSNORM_INVARIANT_BACKWARD",
-    "RMSNORM_MXFP8_FORWARD",
+    "RMSNORM_QUANTIZED",
     "RMSNORM_ROPE_BACKWARD",
     "RMSNORM_ROPE_FORWARD",
     "RMSNORM_SUM_BACKWARDS",

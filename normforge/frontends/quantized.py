@@ -1,20 +1,23 @@
-"""RMSNorm that is quantized to FP8: the functions of a package of it, or of those of all GPUs."""
+"""RMSNorm that is quantized to FP8, and so its backward: the functions of a package of it, or of
+those of all GPUs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
-from ..operations import FORMATS, QUANTIZED
+from ..operations import BACKWARD_FORMATS, FORMATS, QUANTIZED
 from ..serve.checks import FLOATS
 from ..serve.kernels import Source
 from ..torch_internals import float_of, served_dtype
 from .differentiable import differentiable_backward
 from .gradients import gradients
 from .library import Served
+from .quantized_backward import BackwardCall, quantized_backward, results_of
+from .quantized_backward import Results as BackwardResults
 from .quantized_node import SERVED, Call, Gradients, Results, numbers_of, quantized_norm
 from .row_functions import OneOperation, RowFunctions
 
@@ -47,11 +50,16 @@ class QuantizedFunctions(RowFunctions):
         *,
         offset: bool = False,
         format: str = "fp8_1x128",
+        backward: bool = False,
+        residual: str = "",
     ) -> dict[str, Any]:
         """Say which kernel serves M aligned rows of N columns ("bf16", "fp16" or "fp32"), and
-        why."""
+        why. backward: of `rms_norm_backward_quantized`. residual: the dtype of its dresidual."""
         _check_format(format)
-        return self.server(FORMATS[format]).explain(M, N, dtype, weight_dtype, offset=offset)
+        if residual and not backward:
+            raise ValueError("residual is for the backward: give backward=True, too")
+        server = self.server((BACKWARD_FORMATS if backward else FORMATS)[format])
+        return server.explain(M, N, dtype, weight_dtype, offset=offset, residual=residual)
 
     def rms_norm_quantized(
         self,
@@ -105,6 +113,65 @@ class QuantizedFunctions(RowFunctions):
         call = Call(*numbers, format, keep_y, via is not None, power_of_two_scales)
         *found, y = quantized_norm(x, served_dtype(weight, x), call, self.name)
         return (*found, y) if keep_y else tuple(found)
+
+    def rms_norm_backward_quantized(
+        self,
+        dy: torch.Tensor,
+        x: torch.Tensor,
+        rstd: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        *,
+        format: str = "fp8_1x128",
+        dresidual: torch.Tensor | None = None,
+        via: torch.dtype | None = None,
+        power_of_two_scales: bool = False,
+        weight_offset: float = 0.0,
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Compute the backward of y = x * rstd * (weight + weight_offset), and dx in FP8 in the
+        same kernel: dx = rstd * (w * dy - xhat * mean(xhat * w * dy)), plus dresidual where given,
+        and dw = the sum over rows of dy * xhat, with xhat = x * rstd.
+
+        It is meant for autograd functions of the layer that made x, or the residual stream with it:
+        that layer multiplies by dx8, while dx goes on as it is. The kernel serves where one was
+        tuned, else the formula in PyTorch, with the same rounding. The same inputs give the same
+        bits. Under torch.compile it is an operator. No gradient flows through the results.
+
+        Args:
+            dy: (..., N), the gradient of y. bf16, fp16 or fp32. N is a multiple of 128, or of 32
+                for MX.
+            x: in dy's shape and dtype.
+            rstd: fp32, one number for each row, as a forward returns it.
+            weight: (N,), or None for ones.
+            format: that of dx8, as of `rms_norm_quantized`.
+            dresidual: in dy's shape, the gradient that reaches x by another way, of any floating
+                dtype. It is part of what is quantized.
+            via: x's dtype, to round dx to it before it is quantized, as a recipe does that
+                quantizes gradients. By default dx is quantized as it is in fp32.
+            power_of_two_scales: round the scales of "fp8_1x128" up to powers of two.
+            weight_offset: a number added to the weight in fp32.
+
+        Returns:
+            (dx, dx8, scales, dw), and with dresidual also dx in its dtype, as `rmsnorm_backward`
+                returns it. dx is in x's dtype, dx8 is float8_e4m3fn in x's shape, with scales as of
+                `rms_norm_quantized`. dw has the weight's dtype; None without a weight.
+
+        Raises:
+            TypeError, ValueError: if the arguments do not fit together.
+        """
+        _check(x, weight, format, via, power_of_two_scales)
+        rows = {"dy": dy, "x": x, "rstd": rstd}
+        given = rows | {"weight": served_dtype(weight, x), "dresidual": dresidual}
+        call = BackwardCall(float(weight_offset), format, via is not None, power_of_two_scales)
+        dx, dx8, scales, dw, wide = quantized_backward(given, call, self.name)
+        found = (dx, dx8, scales, None if weight is None else dw.to(weight.dtype))
+        if dresidual is None:
+            return found
+        return (*found, dx if dresidual.dtype == x.dtype else wide)
+
+    def backward_quantized(self, given: Mapping[str, Any], call: BackwardCall) -> BackwardResults:
+        """Return the results of `quantized_backward`, of tensors that fit together."""
+        server = self.server(BACKWARD_FORMATS[call.form])
+        return results_of(server(call.tensors(given), call.offset), given)
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor | None, call: Call) -> Results:
         """Return y8, its scales, rstd, and y where it is kept, without gradients."""

@@ -11,6 +11,7 @@ from .layernorm_forward import LAYERNORM_FORWARD
 from .rmsnorm_add_forward import RMSNORM_ADD_FORWARD
 from .rmsnorm_backward import RMSNORM_BACKWARD
 from .rmsnorm_quantized import FORMATS, RMSNORM_FP8_FORWARD, RMSNORM_MXFP8_FORWARD
+from .rmsnorm_quantized_backward import BACKWARD_FORMATS
 from .rmsnorm_rope import RMSNORM_ROPE_BACKWARD, RMSNORM_ROPE_FORWARD
 from .rmsnorm_sum_backward import GRADIENTS, RMSNORM_SUM_BACKWARDS
 from .row_operation import RowOperation
@@ -42,8 +43,8 @@ ROTATED = (RMSNORM_ROPE_BACKWARD.name, RMSNORM_ROPE_FORWARD.name)
 SUMMED = tuple(operation.name for operation in RMSNORM_SUM_BACKWARDS.values())
 """The backwards of RMSNorm whose gradient is a sum, by name."""
 
-QUANTIZED = tuple(operation.name for operation in FORMATS.values())
-"""The operations of RMSNorm that is quantized to FP8, by name."""
+QUANTIZED = tuple(o.name for some in (FORMATS, BACKWARD_FORMATS) for o in some.values())
+"""The operations of RMSNorm, and of its backward, that are quantized to FP8, by name."""
 
 OPERATIONS: dict[str, RowOperation] = {
     operation.name: operation
@@ -58,6 +59,7 @@ OPERATIONS: dict[str, RowOperation] = {
         RMSNORM_ROPE_BACKWARD,
         RMSNORM_ROPE_FORWARD,
         *FORMATS.values(),
+        *BACKWARD_FORMATS.values(),
         *RMSNORM_SUM_BACKWARDS.values(),
     )
 }
@@ -78,6 +80,7 @@ def signature_of(operation: str) -> Signature:
 
 
 __all__ = [
+    "BACKWARD_FORMATS",
     "FORMATS",
     "GATED",
     "GATED_BACKWARDS",

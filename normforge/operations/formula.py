@@ -82,8 +82,8 @@ def evaluate(
     """The outputs of an operation by name, before they are rounded: in fp32, or in float64 for
     float64 rows. Differentiable. tensors, offset: as in `terms_of`. Numbers of a row have shape
     (..., 1). Sums over the rows have the shape of the columns, or (N,) without, and one dimension
-    more where there are several. What is quantized is so already. wanted: some outputs, by default
-    all but copies."""
+    more where there are several. What is quantized is so already. wanted: some outputs that are
+    not quantized, by default all but copies."""
     signature = operation.signature
     like = tensors[signature.early[0].name]
     compute = wide_dtype(like)
@@ -95,7 +95,8 @@ def evaluate(
     first, added = signature.outputs[0].name, added_to(signature, tensors)
     if added is not None and first in results:
         results[first] = results[first] + added.to(compute)
-    results |= quantize(operation, tensors, results.get(first))
+    if wanted is None:
+        results |= quantize(operation, tensors, results.get(first))
     sums = signature.sums
     if sums is not None and (wanted is None or sums.name in wanted):
         columns = None if signature.columns is None else tensors.get(signature.columns.name)

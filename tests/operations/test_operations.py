@@ -26,9 +26,8 @@ from generator.operations import (
     RMSNORM_ADD_FORWARD,
     RMSNORM_BACKWARD,
     RMSNORM_FORWARD,
-    RMSNORM_FP8_FORWARD,
     RMSNORM_INVARIANT_BACKWARD,
-    RMSNORM_MXFP8_FORWARD,
+    RMSNORM_QUANTIZED,
     RMSNORM_ROPE_BACKWARD,
     RMSNORM_ROPE_FORWARD,
     RMSNORM_SUM_BACKWARDS,
@@ -41,8 +40,8 @@ from generator.paths import template_named
 from generator.problem import FORWARDS, ITEMSIZE, Problem, sums_of
 from normforge import operations as library
 from normforge.launch.forward_call import _ARGUMENTS
-from normforge.operations.formula import evaluate
 from normforge.operations.gated_rmsnorm_backward import gated_rmsnorm
+from normforge.operations.rmsnorm_quantized import quantize_1x128, quantize_mx
 from normforge.operations.rmsnorm_rope import rmsnorm_rope
 from normforge.serve.forward import reference_forward
 from normforge.serve.reference import reference_backward
@@ -104,13 +103,8 @@ def exact(operation: Operation, inputs: Any) -> dict[str, torch.Tensor]:
         x, r, weight = (one.double() for one in (inputs.x, inputs.r, inputs.weight))
         y, rstd = reference_forward(x, weight, inputs.eps, inputs.offset)
         return {"y": (r + y).to(inputs.x.dtype), "rstd": rstd.flatten().float()}
-    if operation in (RMSNORM_FP8_FORWARD, RMSNORM_MXFP8_FORWARD):
-        weight = inputs.weight.double() + inputs.offset
-        given = vars(inputs) | {"x": inputs.x.double(), "weight": weight}
-        found = evaluate(library.OPERATIONS[operation.name], given)
-        return {"rstd": found["rstd"].flatten().float()} | {
-            name: found[name] for name in ("y8", "y_scales")
-        }
+    if operation in RMSNORM_QUANTIZED:
+        return quantized(operation, inputs)
     if operation in RMSNORM_SUM_BACKWARDS:
         count, dtype = len(operation.signature.early) - 1, inputs.x.dtype
         dy = sum(getattr(inputs, name).double() for name in library.GRADIENTS[:count])
@@ -148,6 +142,24 @@ def gated(operation: Operation, inputs: Any) -> dict[str, torch.Tensor]:
     given = (inputs.x, inputs.z, inputs.weight)
     pairs = zip(("dx", "dz", "dw"), found, given, strict=True)
     return {name: one.to(like.dtype) for name, one, like in pairs}
+
+
+def quantized(operation: Operation, inputs: Any) -> dict[str, torch.Tensor]:
+    """Compute the outputs in float64, rounded once, and quantize the first one by the format's
+    function in PyTorch."""
+    dtype, weight = inputs.x.dtype, inputs.weight.double() + inputs.offset
+    if operation in RMSNORM_QUANTIZED[:2]:
+        y, rstd = reference_forward(inputs.x.double(), weight, inputs.eps)
+        first, found = y, {"rstd": rstd.flatten().float()}
+    else:
+        given = (inputs.dy.double(), inputs.x.double(), inputs.rstd.double(), weight)
+        first, dw, *_ = reference_backward(*given)
+        first = first if inputs.dresidual is None else first + inputs.dresidual.double()
+        found = {"dx": first.to(dtype), "dw": dw.to(inputs.weight.dtype)}
+    seen = (first.to(dtype) if inputs.rounded else first).float()
+    made = quantize_mx(seen) if "mx" in operation.name else quantize_1x128(seen, inputs.powers)
+    names = (operation.signature.quantized.name, operation.signature.scales.name)
+    return found | dict(zip(names, made, strict=True))
 
 
 def rope(operation: Operation, inputs: Any) -> dict[str, torch.Tensor]:
@@ -256,7 +268,7 @@ def test_inputs_have_the_offset_of_the_shape(name: str) -> None:
 
 
 @pytest.mark.parametrize("numbers", [{"rounded": 1.0}, {"powers": 1.0}])
-@pytest.mark.parametrize("operation", [RMSNORM_FP8_FORWARD, RMSNORM_MXFP8_FORWARD])
+@pytest.mark.parametrize("operation", RMSNORM_QUANTIZED, ids=lambda operation: operation.name)
 def test_bounds_of_what_is_quantized_are_those_of_the_numbers_of_the_call(
     operation: Operation, numbers: dict[str, float]
 ) -> None:
@@ -265,12 +277,7 @@ def test_bounds_of_what_is_quantized_are_those_of_the_numbers_of_the_call(
     if not hasattr(plain, *numbers):
         pytest.skip("its scales are powers of two")
     inputs = replace(plain, **numbers)
-    found, other = (
-        evaluate(library.OPERATIONS[operation.name], vars(given)) for given in (inputs, plain)
-    )
-    for one in (found, other):
-        one["rstd"] = one["rstd"].flatten()
-        del one["y"]
+    found, other = (quantized(operation, given) for given in (inputs, plain))
     bounds = operation.bounds(problem, inputs)
     assert compare_all(found, bounds).fault == ""
     assert compare_all(other, bounds).fault != ""
@@ -351,7 +358,7 @@ def test_with_a_residual_the_floor_moves_its_bytes_too(
     assert torch.equal(outputs["dx" if streams == 3 else "y"], torch.zeros(12, 40).bfloat16())
 
 
-@pytest.mark.parametrize("operation", [RMSNORM_FP8_FORWARD, RMSNORM_MXFP8_FORWARD])
+@pytest.mark.parametrize("operation", RMSNORM_QUANTIZED[:2], ids=lambda operation: operation.name)
 def test_the_floor_of_what_is_quantized_writes_over_nothing(operation: Operation) -> None:
     """Its output is narrower than what it reads, and y is not written."""
     problem = problem_for(operation.name, "6x2:bf16")

@@ -22,6 +22,7 @@ from generator.package.standalone import add_library
 from generator.paths import REPOSITORY
 from normforge import gated, layernorm, quantized, rope
 from normforge.operations import (
+    BACKWARD_FORMATS,
     FORMATS,
     GATED_BACKWARDS,
     GATED_FORWARDS,
@@ -90,6 +91,17 @@ def use_quantized(package: Any, **format: str) -> list[Any]:
     x, weight = torch.randn(2, 5, 128, requires_grad=True), torch.rand(128, requires_grad=True)
     found = package.rms_norm_quantized(x, weight, 1e-6, keep_y=True, weight_offset=1.0, **format)
     return [*found, *torch.autograd.grad(found[3].square().sum(), (x, weight))]
+
+
+def use_quantized_backward(package: Any, **format: str) -> list[Any]:
+    import torch
+
+    torch.manual_seed(0)
+    dy, x, dresidual = torch.randn(3, 2, 5, 128)
+    given = (dy, x, torch.rand(2, 5, 1), torch.rand(128))
+    options: Any = {"dresidual": dresidual.bfloat16(), "weight_offset": 1.0, **format}
+    run = torch.compile(package.rms_norm_backward_quantized, fullgraph=True, backend="aot_eager")
+    return [*package.rms_norm_backward_quantized(*given, **options), *run(*given, **options)]
 
 
 def use_add(package: Any) -> list[Any]:
@@ -179,6 +191,12 @@ KINDS = {
     **{
         one.name: Kind(quantized, use_quantized, {"format": format}, format=format)
         for format, one in FORMATS.items()
+    },
+    **{
+        one.name: Kind(
+            quantized, use_quantized_backward, {"format": format}, format=format, backward=True
+        )
+        for format, one in BACKWARD_FORMATS.items()
     },
     RMSNORM_ADD_FORWARD.name: Kind(normforge, use_add),
     **{

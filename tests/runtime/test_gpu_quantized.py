@@ -18,9 +18,10 @@ from generator.package.emit import emit_package
 from generator.problem import Problem
 from generator.target import Target
 from normforge.frontends.quantized import QuantizedFunctions
-from normforge.operations import FORMATS, QUANTIZED
+from normforge.operations import BACKWARD_FORMATS, FORMATS, QUANTIZED
 from normforge.operations.rmsnorm_quantized import quantize_1x128, quantize_mx
 from normforge.serve.kernels import Source, source_of
+from normforge.serve.reference import reference_backward
 from tests.support.samples import plain_variant, planted_entry
 
 pytestmark = pytest.mark.gpu
@@ -49,6 +50,7 @@ def with_fp8(here: Target) -> None:
         ("999x8192:bf16:fp32", {"cluster": 2, "threads_per_row": 256, "rows_per_cta": 1}),
         ("9999x256:fp16+offset", {"threads_per_row": 32, "rows_per_cta": 8}),
         ("9999x2304:fp32", {"threads_per_row": 192}),
+        ("9999x1024:bf16+residual_fp32", {}),
     ],
 )
 @pytest.mark.parametrize("name", QUANTIZED)
@@ -58,8 +60,15 @@ def test_kernels_are_accurate_and_repeat_their_bits(
     how = {**PIPELINES[pipeline], **knobs}
     if not here.has_bulk_copy and (pipeline in ("bulk", "producer") or "cluster" in knobs):
         pytest.skip(f"{here} has no bulk copies")
+    backward = name in [operation.name for operation in BACKWARD_FORMATS.values()]
+    if backward:  # it walks over rows, for the sums over them
+        how = {"strategy": "column_slices", **how} | {"grid": "full"}
+    elif "residual" in shape:
+        pytest.skip("a forward has no residual")
+    else:
+        how["strategy"] = "none"
     problem = Problem.parse(shape, name)
-    v = plain_variant(problem, here, strategy="none", **how)
+    v = plain_variant(problem, here, **how)
     compiled = compile_variant(v, here.arch)
     assert compiled.error == "" and compiled.spills == 0
     work = Workload(problem, torch.device("cuda", 0))
@@ -76,7 +85,9 @@ def functions(here: Target, tmp_path_factory: pytest.TempPathFactory) -> Quantiz
 
     def source(name: str) -> Source | str:
         shapes = [f"{name}:4096x{N}:{of}" for of in ("bf16", "fp16", "fp32", "bf16:fp32")]
-        entries = [planted_entry(Problem.parse(one), here, strategy="none") for one in shapes]
+        strategy = "none" if "forward" in name else "column_slices"
+        shapes += [f"{name}:4096x{N}:bf16+residual_fp32"] * ("backward" in name)
+        entries = [planted_entry(Problem.parse(one), here, strategy=strategy) for one in shapes]
         emit_package(entries, [], here, folder / name)
         return source_of(folder / name, name)
 
@@ -219,3 +230,63 @@ def test_rows_that_were_not_tuned_are_the_formulas(functions: QuantizedFunctions
     with pytest.warns(UserWarning, match="using the formula of rmsnorm_fp8_forward in PyTorch"):
         y8, scales, _, y = functions.rms_norm_quantized(x, via=BF16, keep_y=True)
     same((y8, scales), quantize_1x128(y.float()))
+
+
+# ---- The backward --------------------------------------------------------------------------------
+
+
+def quantized(format: str, dx: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return quantize_1x128(dx) if format == "fp8_1x128" else quantize_mx(dx)
+
+
+def gradients(dtype: torch.dtype, residual: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    (x, weight), (dy, _) = drawn(dtype, 3, 555), drawn(dtype, 3, 555)
+    x = x.roll(1, 0)
+    dy.view(-1, N)[7] = 0.0
+    rstd = (x.float().square().mean(-1, keepdim=True) + EPS).rsqrt()
+    given = {"dy": dy, "x": x, "rstd": rstd, "weight": weight}
+    return given | ({"dresidual": torch.randn_like(dy, dtype=residual)} if residual else {})
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
+@pytest.mark.usefixtures("deterministic", "served_by_kernels")
+def test_every_bit_of_dx8_is_that_of_the_formula_of_dx(
+    functions: QuantizedFunctions, dtype: torch.dtype, format: str
+) -> None:
+    given = gradients(dtype)
+    dx, dx8, scales, dw = functions.rms_norm_backward_quantized(**given, format=format, via=dtype)
+    same((dx8, scales), quantized(format, dx.float()))
+    wide = {name: tensor.double() for name, tensor in given.items()}
+    exact_dx, exact_dw, *_ = reference_backward(*wide.values())
+    assert (dx.double() - exact_dx).norm() <= 2.0**-8 * exact_dx.norm()
+    assert (dw.double() - exact_dw).norm() <= 2.0**-7 * exact_dw.norm()
+    for _ in range(5):
+        again = functions.rms_norm_backward_quantized(**given, format=format, via=dtype)
+        same(again, (dx, dx8, scales, dw))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.usefixtures("deterministic", "served_by_kernels")
+def test_dx_with_an_fp32_residual_is_quantized_as_it_is_in_fp32(
+    functions: QuantizedFunctions, format: str
+) -> None:
+    given = gradients(BF16, F32)
+
+    def run(call: Any = functions.rms_norm_backward_quantized) -> list[torch.Tensor]:
+        return [*call(**given, format=format)]
+
+    plain = run()
+    dx, dx8, scales, _, wide = plain
+    same((dx8, scales), quantized(format, wide))
+    same((dx,), (wide.bfloat16(),))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    for one in captured:
+        one.view(torch.uint8).fill_(255)
+    graph.replay()
+    same(captured, plain)
+    torch.compiler.reset()
+    compiled = torch.compile(functions.rms_norm_backward_quantized, fullgraph=True)
+    same(run(compiled), plain)
