@@ -1,8 +1,8 @@
-"""Measured numbers about ours beside all peers under both conditions, rotation first."""
+"""Measured numbers about ours beside all peers under one or both conditions, rotation first."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from benchmarks.goals import geometric_mean
@@ -16,15 +16,11 @@ ORDER = {ROTATION: "Under rotation", FLUSH: "After a flush"}
 """The conditions as pages show them: first the one that is closest to training."""
 
 
-def found_under(name: str) -> dict[str, Comparison]:
-    """The comparison of a name, by condition."""
-    return {condition: comparison(name.format(condition)) for condition in ORDER}
-
-
-def under_both(name: str) -> str:
+def under(name: str, conditions: Iterable[str] = ORDER) -> str:
     """Ours and all peers over the floor, and the peers' lowest times over ours."""
-    found = found_under(name)
-    lines = [["**Normforge**", *(f"**{one.ours:.3f}**" for one in found.values()), "", ""]]
+    found = {condition: comparison(name.format(condition)) for condition in conditions}
+    ours = (f"**{one.ours:.3f}**" for one in found.values())
+    lines = [["**Normforge**", *ours, *[""] * len(found)]]
     standings = {
         condition: {peer.name: peer for peer in one.standings} for condition, one in found.items()
     }
@@ -59,6 +55,15 @@ def _closest(found: Comparison) -> str:
     )
 
 
+def on_h200_in_short() -> str:
+    """The comparison on an H200 in a sentence."""
+    found = comparison("h200_rotation")
+    return paragraph(
+        f"On an [H200](docs/performance.md#on-an-h200), under rotation, Normforge takes"
+        f" {found.ours:.3f} times the floor; {_closest(found)}."
+    )
+
+
 def fp32_weights_on_h100() -> str:
     """The fastest peer beside kernels whose weight is fp32, in an earlier comparison."""
     over = {
@@ -75,7 +80,8 @@ def fp32_weights_on_h100() -> str:
 
 
 BOTH_CONDITIONS_BLOCKS: dict[str, Callable[[], str]] = {
-    "five_on_h200": partial(under_both, "five_{}_h200"),
-    "on_h100": partial(under_both, "h100_{}"),
+    "on_h200": partial(under, "h200_{}", [ROTATION]),
+    "on_h200_in_short": on_h200_in_short,
+    "on_h100": partial(under, "h100_{}"),
     "fp32_weights_on_h100": fp32_weights_on_h100,
 }

@@ -48,17 +48,6 @@ def peers() -> str:
     return "\n".join((table(header, rows), "", _closest(found)))
 
 
-def on_h200_in_short() -> str:
-    """The comparison on an H200 in a few sentences."""
-    found = comparison()
-    return paragraph(
-        "On an H200, Normforge took"
-        f" {found.ours:.2f} times the floor in an [earlier run](docs/performance.md#on-an-h200),"
-        " after a flush, with earlier kernels and the peers' defaults."
-        f" {_closest(found)}"
-    )
-
-
 def _closest(found: Comparison) -> str:
     """Say how long the closest peer takes, or at which shape one is farthest ahead."""
     least, where = found.least
@@ -95,26 +84,6 @@ def forward_peers() -> str:
     lines += [(title, *cells(name)) for name, title in titles.items()]
     header = ("time / mul (geometric mean)", *BESIDE_OURS)
     return table([f"{len(rows)} shapes, {document['environment']['gpu']}", *header], lines)
-
-
-def tuned_on_h200() -> str:
-    """Say what tuners of peers find on an H200."""
-    found = comparison("tuned_peers_h200")
-    said = []
-    for name in ("quack_tuned", "inductor_max"):
-        over = found.over_ours(name).values()
-        said.append(
-            f"{TITLES[name]} takes {geometric_mean(over):.2f} times (at least {min(over):.2f})"
-        )
-    quack, inductor = said
-    tuned = generated("h200", "rmsnorm_backward", "table.json")["tuned"]
-    digests = {entry["kernel"]["digest"] for entry in tuned}
-    same = digests.issuperset(found.environment["module"]["kernels"].values())
-    return paragraph(
-        f"On an H200, these tuners ran at only {len(found.rows)} of the shapes, beside"
-        f" {'the same' if same else 'earlier'} kernels of Normforge (`tuned_peers_h200.json`)."
-        f" Compared with those, {quack} as long on average, and {inductor}."
-    )
 
 
 def layernorm() -> str:
@@ -235,8 +204,6 @@ COMPARISON_BLOCKS: dict[str, Callable[[], str]] = {
     "forward_peers": forward_peers,
     "flushes": flushes,
     "peers": peers,
-    "on_h200_in_short": on_h200_in_short,
-    "tuned_on_h200": tuned_on_h200,
     "layernorm": layernorm,
     "overhead": overhead,
 }

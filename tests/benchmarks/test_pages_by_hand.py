@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.pages import both_conditions, comparison, invariance, performance, training
 from benchmarks.training.summary import Gain
+from generator.evaluate.gpu.rotation import ROTATION
 from tests.support.hand_made import cells, compared, comparison_of, tuned, use, write
 
 FLUSHES = ("present", "writes", "clean", "rotating")
@@ -58,7 +59,7 @@ def test_a_peer_is_faster_wherever_it_takes_less(folder: Path) -> None:
         row["ours_us"] *= 1.25
     write(folder, "on_rotation", three_shapes())
     write(folder, "on_flush", slower)
-    page = both_conditions.under_both("on_{}")
+    page = both_conditions.under("on_{}")
     assert cells(page, "**Normforge**") == ["**2.000**", "**2.500**"]
     # The cube root of 0.9 * 1.99 * 8; 9 / 10 and 9 / 12.5 at A.
     assert cells(page, "cuDNN best plan") == ["2.429", "2.429", "0.900", "0.720"]
@@ -82,7 +83,7 @@ def test_the_closest_peer_is_named_under_both_conditions(folder: Path) -> None:
     write(folder, "on_rotation", comparison_of(*rows))
     rows = (compared(A, 10.0, 10.0, cudnn=10.1, quack=30.0), compared(B, 9.0, 10.0, cudnn=12.0))
     write(folder, "on_flush", comparison_of(*rows))
-    page = both_conditions.under_both("on_{}")
+    page = both_conditions.under("on_{}")
     assert cells(page, "QuACK 0.6.5 (1 shape)") == ["3.000", "3.000", "3.000", "3.000"]
     said = " ".join(page.split("\n\n")[1].split())
     none, of_each = "no peer is faster at any of the 2 shapes", "the fastest one of each takes"
@@ -101,26 +102,20 @@ def test_only_rows_with_another_weight_are_told_of(folder: Path) -> None:
     assert said.startswith(f"With an fp32 weight, the fastest peer takes 0.900 times at {A}:fp32.")
 
 
-def test_tuned_peers_on_the_h200(folder: Path) -> None:
-    rows = [
-        compared(A, 10.0, 10.0, quack_tuned=11.0, inductor_max=20.0),
-        compared(B, 10.0, 10.0, quack_tuned=44.0, inductor_max=45.0),
-    ]
-    document = comparison_of(*rows)
-    document["environment"]["module"] = {"kernels": {A: "0123", B: "4567"}}
-    write(folder, "tuned_peers_h200", document)
-    entries = [tuned(A, 1.0), tuned(B, 1.0), tuned(C, 1.0)]
-    for entry, digest in zip(entries, ("0123", "4567", "89ab"), strict=True):
-        entry["kernel"]["digest"] = digest
-    write(folder, "h200/rmsnorm_backward/table", {"tuned": entries})
-    said = " ".join(comparison.tuned_on_h200().split())
-    assert "at only 2 of the shapes, beside the same kernels" in said
-    entries[1]["kernel"]["digest"] = "cdef"
-    write(folder, "h200/rmsnorm_backward/table", {"tuned": entries})
-    assert "beside earlier kernels" in " ".join(comparison.tuned_on_h200().split())
-    # Roots of 1.1 * 4.4 and of 2 * 4.5.
-    assert "QuACK tuned takes 2.20 times (at least 1.10) as long" in said
-    assert "Inductor max-autotune takes 3.00 times (at least 2.00)" in said
+def test_one_condition_alone_and_in_short(folder: Path) -> None:
+    """The root of 1.3 * 1.2 over the floor, and that of 13 / 11 * 12 / 11 over ours."""
+    rows = (compared(A, 10.0, 11.0, cudnn=13.0), compared(B, 10.0, 11.0, cudnn=12.0))
+    write(folder, "h200_rotation", comparison_of(*rows))
+    page = both_conditions.under("h200_{}", [ROTATION])
+    assert cells(page, "**Normforge**") == ["**1.100**"]
+    assert cells(page, "cuDNN best plan") == ["1.249", "1.091"]
+    closest = (
+        "no peer is faster at any of the 2 shapes; the fastest one of each takes 1.14 times as"
+        f" long in the mean, and 1.091 times at least ({B})."
+    )
+    assert " ".join(page.split("\n\n")[1].split()) == f"Under rotation, {closest}"
+    short = " ".join(both_conditions.on_h200_in_short().split())
+    assert short.endswith(f"under rotation, Normforge takes 1.100 times the floor; {closest}")
 
 
 def steps(base: list[float]) -> dict[str, Any]:
