@@ -152,6 +152,7 @@ ROWS = {
     "RMSNorm's backward of added gradients, in compiled models": "rmsnorm_sum3_backward",
     "RMSNorm to FP8, forward": "rmsnorm_fp8_forward",
     "RMSNorm to MXFP8, forward": "rmsnorm_mxfp8_forward",
+    "backward of RMSNorm with dx in FP8, too": "rmsnorm_fp8_backward",
 }
 """Rows of the README's table of support, and the operations that they are about."""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.goals import MEAN_LIMITS, geometric_mean
 from benchmarks.pages.text import RESULTS, generated, paragraph, read, table
-from generator.report.peers import TITLES, Comparison
+from generator.report.peers import Comparison
 
 SMALL_US = 20
 """A floor that takes less is counted among the small ones."""

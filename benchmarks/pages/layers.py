@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from statistics import geometric_mean
 from typing import Any
@@ -60,9 +61,21 @@ def _ratios(gpu: str, operation: str) -> dict[str, float]:
     return {own["study"].split(":", 1)[1].rsplit("@", 1)[0]: own["ratio"] for own in facts}
 
 
+def in_two_formats() -> str:
+    """Tabulate the H200's winners of backwards whose dx is quantized, over the floor."""
+    found = {one: _ratios("h200", f"rmsnorm_{one}_backward") for one in ("fp8", "mxfp8")}
+    shapes = sorted(found["fp8"], key=lambda s: [int(size) for size in re.findall(r"\d+", s)])
+    cells = [[f"{one[s]:.3f}" if s in one else "" for one in found.values()] for s in shapes]
+    means = (geometric_mean(one.values()) for one in found.values())
+    lines = [[s, *of_shape] for s, of_shape in zip(shapes, cells, strict=True)]
+    lines.append(["geometric mean", *(f"{mean:.3f}" for mean in means)])
+    return table(["time over the floor", "`fp8_1x128`", "`mxfp8_1x32`"], lines)
+
+
 LAYERS_BLOCKS: dict[str, Callable[[], str]] = {
     "layers": layers,
     "layers_with_sums": layers_with_sums,
     "layers_with_sums_h100": layers_with_sums_h100,
     "fewer_instructions": fewer_instructions,
+    "in_two_formats": in_two_formats,
 }

@@ -11,7 +11,6 @@ from torch.compiler import is_dynamo_compiling
 
 from ..operations import BACKWARD_FORMATS
 from ..operations.formula import KINDS, evaluate
-from ..serve.row_checks import check_tensors
 from ..torch_internals import is_plain, nothing_like, watched
 from .library import define
 from .quantized_node import SERVED
@@ -100,7 +99,6 @@ def quantized_backward(given: Mapping[str, Any], call: BackwardCall, package: st
     """Compute a call as a package serves it, by PyTorch's operators where it does not. given: the
     tensors by name, None for one that is not there. Raises TypeError or ValueError for those that
     do not fit together."""
-    check_tensors(BACKWARD_FORMATS[call.form], call.tensors(given))
     tensors = [given[name] for name in _TENSORS]
     with torch.no_grad():
         if not is_ours(*tensors):

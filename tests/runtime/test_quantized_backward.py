@@ -139,29 +139,33 @@ def test_a_compiled_call_is_the_operator(format: str, residual: torch.dtype | No
 @pytest.mark.parametrize("residual", [None, torch.bfloat16, torch.float32])
 @each_format
 def test_the_operator_is_what_pytorch_asks_of_one(format: str, residual: Any) -> None:
-    for dtype, weight in ((torch.float32, True), (torch.bfloat16, False)):
-        given = {"weight": None, "dresidual": None} | drawn(dtype, residual)
+    for dtype in (torch.float32, torch.bfloat16):
+        given = {"dresidual": None} | drawn(dtype, residual)
         tensors = [given[name] for name in ("dy", "x", "rstd", "weight", "dresidual")]
-        tensors[3] = tensors[3] if weight else None
         torch.library.opcheck(
-            rms_norm_backward_quantized, (*tensors, 0.5, format, weight, False, "*/quantized")
+            rms_norm_backward_quantized, (*tensors, 0.5, format, True, False, "*/quantized")
         )
-        tensors[:2] = [one.t().contiguous().t() for one in tensors[:2]]
+        turned = [one.t().contiguous().t() for one in tensors[:2]]
+        without = (*turned, tensors[2], None, tensors[4])
         torch.library.opcheck(
-            rms_norm_backward_quantized, (*tensors, 0.0, format, False, False, "*/quantized")
+            rms_norm_backward_quantized, (*without, 0.0, format, False, False, "*/quantized")
         )
 
 
-def test_a_transform_sees_what_a_plain_call_gives() -> None:
-    given = drawn()
-    plain = backward(**given)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_transform_sees_what_a_plain_call_gives(dtype: torch.dtype) -> None:
+    given = drawn(dtype, torch.float32)
+    dx, *narrow, _, wide = backward(**given)
 
-    def of_one(dy: Any, x: Any, rstd: Any) -> Any:
-        return backward(dy[None], x[None], rstd[None], given["weight"])[:3]
+    def of_one(dy: Any, x: Any, rstd: Any, dresidual: Any) -> Any:
+        one = (dy[None], x[None], rstd[None])
+        return backward(*one, given["weight"], dresidual=dresidual[None])
 
-    rows = torch.func.vmap(of_one)(given["dy"], given["x"], given["rstd"])
-    torch.testing.assert_close(rows[0][:, 0], plain[0])
-    same([one[:, 0].contiguous() for one in rows[1:]], plain[1:3])
+    each = (given[name] for name in ("dy", "x", "rstd", "dresidual"))
+    found_dx, *found_narrow, _, found_wide = torch.func.vmap(of_one)(*each)
+    torch.testing.assert_close(found_dx[:, 0], dx)
+    torch.testing.assert_close(found_wide[:, 0], wide, rtol=1e-6, atol=1e-6)
+    same([one[:, 0].contiguous() for one in found_narrow], narrow)
 
 
 REFUSED: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {

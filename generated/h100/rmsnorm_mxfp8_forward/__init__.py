@@ -13,11 +13,13 @@ _package = open_package(__file__, __name__, "rmsnorm_mxfp8_forward")
 PROVENANCE = _package.provenance
 explain = _package.explain
 operators = _package.operators
+rms_norm_backward_quantized = _package.rms_norm_backward_quantized
 rms_norm_quantized = _package.rms_norm_quantized
 
 __all__ = [
     "PROVENANCE",
     "explain",
     "operators",
+    "rms_norm_backward_quantized",
     "rms_norm_quantized",
 ]
