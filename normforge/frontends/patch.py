@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..torch_internals import disable_modes
+from ..torch_internals import disable_modes, is_plain
 from .rewritten import with_arguments_of
 from .rms_norm import Norm
 from .tried import (
@@ -221,18 +221,24 @@ def forward_of(norm: Norm, casting: str) -> ModuleForward:
     `with_its_dtype`."""
     offset = 1.0 if casting == "gemma" else 0.0
 
+    def of_rows(self: Any, x: torch.Tensor, weight: Any, **how: Any) -> Any:
+        turned = _heads_in_memory(self, x)
+        if turned is None:
+            return norm.rms_norm(x, weight, eps_of(self), **how)
+        return norm.rms_norm(turned, weight, eps_of(self), **how).transpose(1, 2)
+
     def rounded_once(self: Any, x: torch.Tensor) -> Any:
-        return norm.rms_norm(x, self.weight, eps_of(self), weight_offset=offset)
+        return of_rows(self, x, self.weight, weight_offset=offset)
 
     def rounded_twice(self: Any, x: torch.Tensor) -> Any:
-        return self.weight * norm.rms_norm(x, None, eps_of(self))
+        return self.weight * of_rows(self, x, None)
 
     def widening(self: Any, x: torch.Tensor) -> Any:
         wide = torch.promote_types(x.dtype, self.weight.dtype)
         if wide == x.dtype:
             return rounded_once(self, x)
         if norm._invariant:  # PyTorch's sum of the weight's gradient depends on the batch
-            return norm.rms_norm(x, self.weight, eps_of(self), out_dtype=wide)
+            return of_rows(self, x, self.weight, out_dtype=wide)
         return rounded_twice(self, x)
 
     def as_its_weight(self: Any, x: torch.Tensor) -> Any:
@@ -247,6 +253,18 @@ def forward_of(norm: Norm, casting: str) -> ModuleForward:
 
 
 @cache
+def _heads_in_memory(module: Any, x: Any) -> torch.Tensor | None:
+    """Return heads that were transposed in their order in memory; None for other rows. A class's
+    own formula keeps this order, and so shall what serves it: a result in another one is copied by
+    what works on all heads of a token. PyTorch's class returns contiguous rows."""
+    if isinstance(module, torch.nn.RMSNorm) or not isinstance(x, torch.Tensor):
+        return None
+    if not is_plain(x) or x.dim() != 4 or x.is_contiguous():
+        return None
+    turned = x.transpose(1, 2)
+    return turned if turned.is_contiguous() else None
+
+
 def _patched(kind: Any, norm: str, forward: ModuleForward) -> type:
     """A subclass of a class of norms, with another forward, whose arguments have the same names and
     defaults."""

@@ -437,6 +437,38 @@ def test_patched_models_compile(package: Package) -> None:
     assert equal_bits(grads(compiled(x), x), grads(model(x), x))
 
 
+@pytest.mark.parametrize("casting", [None, "llama"])
+@pytest.mark.parametrize("kind", [PlainRMSNorm, OffsetRMSNorm])
+def test_heads_that_were_transposed_keep_their_order_in_memory(
+    package: Package, kind: Any, casting: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The class's own formula keeps it, so that nothing behind it has to copy heads."""
+    if casting and kind is OffsetRMSNorm:
+        pytest.skip("it is no norm of that casting")
+    norm, heads = filled(kind()), randn(2, 3, 5, 16).requires_grad_()
+    wanted = norm(heads.transpose(1, 2))
+    exact = grads(wanted, heads)
+    assert package.patch(norm, casting=casting) == [""]
+    seen: list[torch.Tensor] = []
+    rms_norm = package._norm.rms_norm
+
+    def spy(x: torch.Tensor, *given: Any, **how: Any) -> Any:
+        seen.append(x)
+        return rms_norm(x, *given, **how)
+
+    monkeypatch.setattr(package._norm, "rms_norm", spy)
+    for run in (norm, torch.compile(norm, backend="aot_eager", fullgraph=True)):
+        y = run(heads.transpose(1, 2))
+        assert y.stride() == wanted.stride() != y.contiguous().stride()
+        torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-5)
+        for one, other in zip(grads(y, heads), exact, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    assert seen and all(x.is_contiguous() for x in seen)
+    for other in (heads, heads.permute(2, 1, 0, 3), heads.flatten(0, 1).transpose(0, 1)):
+        assert norm(other).shape == other.shape
+        assert seen[-1] is other
+
+
 @pytest.mark.parametrize("name", ["Llama", "Qwen3", "Gemma3", "Mistral", "Olmo2"])
 def test_models_of_hugging_face(package: Package, name: str) -> None:
     model, ids = model_of(name), torch.randint(1, 32, (2, 9))
