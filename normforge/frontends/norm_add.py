@@ -29,7 +29,7 @@ from ..torch_internals import (
 from .dtensor import is_dtensor
 from .graph_values import same_size
 from .nodes import EagerNormAndAdd
-from .row_functions import ForwardKernels, ForwardPackage, sizes_of
+from .row_functions import ForwardKernels, ForwardPackage, has_kernel, sizes_of
 from .row_nodes import applied
 from .unfused import norm_then_add
 
@@ -60,9 +60,7 @@ class NormAndAdd(ForwardKernels):
     def has_kernel(self, M: int, N: int, dtype: str, weight_dtype: str, offset: bool) -> bool:
         """Return True if there is a kernel for M rows of N columns of these dtypes, or one without
         the offset for the sum of weight and offset."""
-        asked = [(weight_dtype, offset), *[("fp32", False)] * offset]
-        found = (self.server.explain(M, N, dtype, of, offset=added) for of, added in asked)
-        return any(one["kernel"] is not None for one in found)
+        return has_kernel(self.server, M, N, dtype, weight_dtype, offset=offset)
 
     def count(self, x: torch.Tensor, weight: torch.Tensor | None, offset: float) -> None:
         """Tell who collects of a call that no kernel serves, for which one may be tuned."""

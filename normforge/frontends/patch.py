@@ -252,7 +252,6 @@ def forward_of(norm: Norm, casting: str) -> ModuleForward:
     return found
 
 
-@cache
 def _heads_in_memory(module: Any, x: Any) -> torch.Tensor | None:
     """Return heads that were transposed in their order in memory; None for other rows. A class's
     own formula keeps this order, and so shall what serves it: a result in another one is copied by
@@ -265,6 +264,7 @@ def _heads_in_memory(module: Any, x: Any) -> torch.Tensor | None:
     return turned if turned.is_contiguous() else None
 
 
+@cache
 def _patched(kind: Any, norm: str, forward: ModuleForward) -> type:
     """A subclass of a class of norms, with another forward, whose arguments have the same names and
     defaults."""

@@ -125,6 +125,16 @@ def sizes_of(x: torch.Tensor) -> tuple[int, int] | None:
     return max(1, x.shape[:-1].numel()) if known else _MANY, width
 
 
+def has_kernel(
+    server: RowServer, M: int, N: int, dtype: str, weight: str, *, offset: bool, **options: Any
+) -> bool:
+    """Return True if there is a kernel for such rows, or one without the offset for the sum of
+    weight and offset. weight: its dtype; the other arguments are those of `RowServer.explain`."""
+    asked = [(weight, offset), *[("fp32", False)] * offset]
+    found = (server.explain(M, N, dtype, of, offset=added, **options) for of, added in asked)
+    return any(one["kernel"] is not None for one in found)
+
+
 class ForwardKernels:
     """The kernels of one forward, which are looked for at the first call on a GPU. Safe to use from
     several threads.

@@ -23,7 +23,7 @@ from .gradients import autograd_of_backward
 from .graph_values import same_size
 from .library import define, differentiate
 from .operators import SCHEMAS, Operators, fake_backward
-from .row_functions import OneOperation, sizes_of
+from .row_functions import OneOperation, has_kernel, sizes_of
 
 
 class SumBackward:
@@ -69,8 +69,7 @@ class SumBackward:
             return False
         residual = "" if dresidual is None else DTYPES.get(dresidual.dtype, "none")
         names = (DTYPES[x.dtype], DTYPES[weight.dtype])
-        found = server.explain(*sizes, *names, offset=offset, residual=residual)
-        return found["kernel"] is not None
+        return has_kernel(server, *sizes, *names, offset=offset, residual=residual)
 
     @staticmethod
     def may_serve(x: torch.Tensor) -> bool:

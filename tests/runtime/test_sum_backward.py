@@ -266,7 +266,7 @@ def test_kernels_are_for_rows_of_their_kind(served: SumBackward) -> None:
         assert served.serves(2, x, w, None, False)
         assert served.serves(3, x, empty(N, dtype=torch.float32), x, False)
         assert served.serves(2, empty(0, 6, N), w, None, False)
-        assert not served.serves(2, x, w, None, True)  # a kernel that adds it
+        assert served.serves(2, x, w, None, True)  # to an fp32 weight
         left: list[tuple[Any, Any, Any]] = [
             (empty(SHAPE, device="cpu"), empty(N, device="cpu"), None),
             (x, empty(6, N), None),
@@ -288,7 +288,12 @@ def test_a_kernel_is_asked_for_by_the_dtype_of_the_weight(served: SumBackward) -
     with FakeTensorMode():
         weights = [empty(N, dtype=dtype) for dtype in WEIGHTS.values()]
         asked = [served.serves(2, empty(SHAPE), weight, None, False) for weight in weights]
+        assert served.serves(2, empty(SHAPE), empty(N), None, True)
     assert asked == [False, True]
+    narrow = [one for one in table.tuned if one.weight_dtype == "bf16"]
+    served._servers[2] = row_server(RMSNORM_SUM_BACKWARDS[2], *narrow)
+    with FakeTensorMode():
+        assert not served.serves(2, empty(SHAPE), empty(N), None, True)
 
 
 def test_kernels_take_rows_on_a_gpu(served: SumBackward) -> None:
