@@ -252,7 +252,7 @@ def test_what_plain_kernels_do_not_do_is_said(shape: str) -> None:
 
 def test_the_fastest_launch_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of three raises, as one does that needs too many registers."""
-    times = {4: 9.0, 8: 5.0}
+    times = {4: 5.0, 8: 9.0}
 
     def bind(name: str, inputs: Any, sms: int, launch: plain.Launch) -> Any:
         def call() -> Any:
@@ -273,7 +273,7 @@ def test_the_fastest_launch_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     timer: Any = Timer()
     problem = Problem.parse("rmsnorm_add_forward:9x768:bf16")
-    assert peers.triton(problem, None, timer)(None)() == 8
+    assert peers.triton(problem, None, timer)(None)() == 4
     times.clear()
     with pytest.raises(RuntimeError, match="out of registers"):
         peers.triton(problem, None, timer)
