@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import re
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -51,7 +51,7 @@ def write(tmp_path: Path) -> Callable[[Any], Path]:
 
 def changed(**knobs: Any) -> dict[str, Any]:
     """The real content with fields of knobs replaced."""
-    content = deepcopy(CONTENT)
+    content = copy.deepcopy(CONTENT)
     for name, fields in knobs.items():
         content["knobs"].setdefault(name, {"why": "a test"}).update(fields)
     return content
@@ -59,9 +59,7 @@ def changed(**knobs: Any) -> dict[str, Any]:
 
 def with_rule(require: Any, say: Any = "no", id: Any = "extra") -> dict[str, Any]:
     """The real content with one more rule."""
-    content = deepcopy(CONTENT)
-    content["rules"].append({"id": id, "require": require, "say": say})
-    return content
+    return {**CONTENT, "rules": [*CONTENT["rules"], {"id": id, "require": require, "say": say}]}
 
 
 def refusal(path: Path) -> str:
