@@ -15,7 +15,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
@@ -92,13 +92,12 @@ def rebuild(kernel: Stored, folder: Path, arch: str, sms: int, sources: bool = F
     return done("" if same else f"is {kernel.digest} in the table and {compiled.digest} anew")
 
 
-def report(package: Opened, drawn: Sequence[Stored], processes: int, sources: bool) -> bool:
+def report(package: Opened, drawn: Sequence[Stored], pool: Executor, sources: bool) -> bool:
     """Print what became of the kernels; whether no difference is theirs."""
     job = partial(
         rebuild, folder=package.folder, arch=package.arch, sms=package.sms, sources=sources
     )
-    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
-        found = list(pool.map(job, drawn))
+    found = list(pool.map(job, drawn))
     name = package.folder.relative_to(GENERATED)
     different = [one for one in found if one.fault]
     for one in different:
@@ -131,6 +130,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kernels", type=int, help="at most so many, spread over the tables")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     args = parser.parse_args(arguments)
+    with ProcessPoolExecutor(args.processes, get_context("spawn")) as pool:
+        return report_all(args, pool)
+
+
+def report_all(args: argparse.Namespace, pool: Executor) -> int:
+    """Report on the packages of a command line in turn; the exit code."""
     sound = True
     for folder in packages_of(args.gpu):
         try:
@@ -142,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         drawn = package.with_source if args.sources else package.kernels
         step = -(-len(drawn) // args.kernels) if args.kernels else 1
         try:
-            sound &= report(package, drawn[::step], args.processes, args.sources)
+            sound &= report(package, drawn[::step], pool, args.sources)
         except CompilerError as error:
             print(f"rebuild: {error}", file=sys.stderr)
             return 2

@@ -261,9 +261,10 @@ def unnamed_encodings(tree: ast.AST) -> list[str]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
-        (_, dot, name), call = ast.unparse(node.func).rpartition("."), ast.unparse(node)
+        name = getattr(node.func, "attr", "") or getattr(node.func, "id", "")
+        dot = isinstance(node.func, ast.Attribute)
         text = name == "open" or (dot and name in ("read_text", "write_text"))
-        if not text or call.startswith("os.open("):
+        if not text or (call := ast.unparse(node)).startswith("os.open("):
             continue
         given = (*node.args, *(word.value for word in node.keywords))
         modes = {argument.value for argument in given if isinstance(argument, ast.Constant)}
@@ -288,8 +289,12 @@ def test_text_has_an_encoding_whatever_the_locale() -> None:
 def lone_supers(tree: ast.AST) -> int:
     """Count calls of `super()` that no attribute follows at once: from Python 3.12 on torch.compile
     refuses to trace them."""
-    isolated = [node for node in ast.walk(tree) if ast.unparse(node) == "super()"]
-    calls = [node for node in isolated if isinstance(node, ast.Call)]
+    calls = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        if getattr(node.func, "id", "") == "super" and not (node.args or node.keywords)
+    ]
     followed = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
     return len(calls) - sum(node.value in calls for node in followed)
 

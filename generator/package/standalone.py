@@ -20,7 +20,7 @@ from generator.package.files import (
 )
 from generator.package.sources import old_headers, with_old_headers
 from generator.paths import LIBRARY, REPOSITORY, program_version
-from normforge.cubins import CUBINS, CUBINS_INDEX
+from normforge.cubins import CUBINS, CUBINS_INDEX, read_cubins
 from normforge.table import FORWARD_TABLE, TABLE, ForwardTable, Table
 
 RUNTIME = "runtime"
@@ -163,8 +163,8 @@ def read_package(package: Path, gpu: str | None = None) -> tuple[Table, ForwardT
     NormforgeError."""
     try:
         table, forward = Table.load(package), ForwardTable.load(package)
-        for kernel in (*table.kernels(), *(forward.kernels() if forward else ())):
-            kernel.read_cubin(package)
+        kernels = (*table.kernels(), *(forward.kernels() if forward else ()))
+        read_cubins(package, {kernel.file: kernel.digest for kernel in kernels})
     except (FileNotFoundError, NotADirectoryError):
         raise NormforgeError(
             f"there is no package at {package}: choose one with --gpu or --out, or tune it first"

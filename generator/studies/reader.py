@@ -3,9 +3,11 @@ tables that it lacks."""
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -118,6 +120,20 @@ class Study:
         return best
 
 
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Python does not look for garbage: among records it finds none, in a quarter of the time that
+    reading them takes."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@_collector_paused()
 def read_studies(
     where: str | Path,
     *,

@@ -44,7 +44,9 @@ from tests.support.samples import sm_of
 from tests.support.synthetic import shrink
 
 GB200 = find_target("gb200")
-SMOKE = ["--gpu", "gb200", "--shapes", "smoke", "--trials", "6", "--json"]
+SHAPES = "512x256:bf16,300x1536:bf16,64x1001:bf16:fp32"
+"""Shapes of two pairs of dtypes: the fallback kernels of each take 10 s to compile."""
+SMOKE = ["--gpu", "gb200", "--shapes", SHAPES, "--trials", "6", "--json"]
 
 
 def snapshot(folder: Path) -> dict[str, bytes | None]:
@@ -108,9 +110,9 @@ def test_run_without_the_gpu_predicts_and_says_so(
     assert document["package"] == str(out / PACKAGE_NAME)
     rows = document["shapes"]
     assert [Problem(r["M"], r["N"], r["dtype"], r["weight_dtype"]) for r in rows] == (
-        load_problems("smoke")
+        load_problems(SHAPES)
     )
-    assert [Problem.parse(row["shape"]) for row in rows] == load_problems("smoke")
+    assert [Problem.parse(row["shape"]) for row in rows] == load_problems(SHAPES)
     for row in rows:
         assert row["us"] > 0
         assert row["evidence"] == "predicted"
@@ -135,7 +137,7 @@ def test_every_kernel_of_the_module_is_for_the_target_and_has_no_spills(
     def compile(variants: list[Variant]) -> list[Compiled]:
         return [compile_variant(variant, "sm_100a") for variant in variants]
 
-    wanted = fallbacks_to_compile("common", GB200, load_problems("smoke"))
+    wanted = fallbacks_to_compile("common", GB200, load_problems(SHAPES))
     assert {v.dtype for v in wanted} == {w.dtype for w in winners}
     fallbacks = compile_fallbacks(GB200, compile, wanted)
     made = [*zip(winners, compile(winners), strict=True), *fallbacks]
@@ -237,7 +239,7 @@ def test_table_names_every_shape_its_winner_and_the_evidence(
     assert code == 0
     heading, _, *lines = stdout.splitlines()
     assert [*heading.split()][:3] == ["shape", "winner", "us"]
-    for problem, line in zip(load_problems("smoke"), lines, strict=False):
+    for problem, line in zip(load_problems(SHAPES), lines, strict=False):
         assert line.startswith(f"{problem} ")
         assert line.endswith("predicted")
         assert f"{problem}: " in stderr
@@ -441,7 +443,7 @@ def test_damaged_package_is_one_sentence_before_anything_is_searched(
     path = out / PACKAGE_NAME / name
     path.write_text(damage)
     before = snapshot(out)
-    more = ["--gpu", "gb200", "--shapes", "smoke", "--trials", "9", "--json", "--out", str(out)]
+    more = ["--gpu", "gb200", "--shapes", SHAPES, "--trials", "9", "--json", "--out", str(out)]
     check_refused(rerun(*more), f"({path} is damaged (")
     path.unlink()
     path.mkdir()

@@ -41,6 +41,7 @@ from generator.studies.study_log import StudyLog
 from generator.target import find_target
 from tests.support.patience import await_, patience
 from tests.support.samples import plain_variant
+from tests.support.stuck import stuck_at_first
 from tests.support.synthetic import LEGAL, PROBLEM, TARGET
 
 SHAPE = "4096x1024:bf16"
@@ -54,15 +55,6 @@ def pool(tmp_path: Path) -> Iterator[CompilePool]:
 
 def variants() -> list[Variant]:
     return [plain_variant(SHAPE, find_target("h200"), strategy=s) for s in ("atomic", "last_cta")]
-
-
-def stuck_at_first(variant: Variant, arch: str, folder: Path) -> Compiled:
-    """Compile at once what was tried before, and anything else never."""
-    tried = folder / variant.id
-    if not tried.exists():
-        tried.touch()
-        time.sleep(1000)
-    return Compiled(arch, "", b"cubin", {}, "13", False, "")
 
 
 def workers() -> list[int]:
@@ -326,6 +318,7 @@ from generator.kernels.cubin_cache import compile_variant
 from generator.kernels.compile_pool import CompilePool
 from generator.target import find_target
 from tests.support.samples import plain_variant
+from tests.support.stuck import stuck_at_first
 pool = CompilePool("sm_90a", 1, Path({folder!r}), compile=compile_variant)
 v = plain_variant("4096x1024:bf16", find_target("h200"), strategy="atomic")
 assert pool.result(v, pool.submit(v)).cubin

@@ -26,6 +26,7 @@ from generator.space.load import load_space, space_file
 from generator.studies.records import study_name, without_space
 from generator.studies.storage import JOURNAL_NAME
 from generator.target import find_target
+from normforge.cubins import read_cubins
 from normforge.table import FORWARD_TABLE, TABLE, ForwardTable, KernelOf, Table, seal
 from tests.support.committed import committed_studies
 from tests.support.packages import archived_cubins, snapshot, unsealed
@@ -93,8 +94,7 @@ def test_the_library_and_the_headers_stand_once() -> None:
 def test_committed_package_has_all_kernels_and_nothing_else(package: Path) -> None:
     table, forward = Table.load(package), ForwardTable.load(package)
     kernels = kernels_of(package)
-    for kernel in kernels:
-        cubin = kernel.read_cubin(package)
+    for cubin in read_cubins(package, {one.file: one.digest for one in kernels}).values():
         assert cubin[:4] == b"\x7fELF" and illegal_copies(cubin) == 0
     assert archived_cubins(package).keys() == {kernel.file for kernel in kernels}
     winners = {entry.kernel.file for entry in table.tuned}

@@ -38,6 +38,7 @@ from normforge.operations import (
 )
 from normforge.packages import open_package
 from normforge.table import Table
+from tests.support.fresh import INDUCTOR, run_fresh
 from tests.support.packages import emit_first, forget
 
 FORWARD_BESIDE = {RMSNORM_BACKWARD.name, RMSNORM_INVARIANT_BACKWARD.name}
@@ -260,7 +261,6 @@ def test_emitted_package_says_which_kernel_and_does_what_the_library_does(
 STANDS_ALONE = """
 import sys, torch
 from typing import Any
-sys.path.insert(0, {folder!r})
 import {name} as package
 {use}
 found = {called}(package)
@@ -287,9 +287,10 @@ def test_a_package_stands_alone(tmp_path: Path, name: str) -> None:
     kind, results = KINDS[name], tmp_path / "results.pt"
     emit_first(tmp_path / name, f"{name}:4096x128:bf16")
     add_library(tmp_path / name)
-    words = {"folder": str(tmp_path), "name": name, "results": str(results)}
+    words = {"name": name, "results": str(results)}
     use = {"use": inspect.getsource(kind.use), "called": kind.use.__name__}
-    assert run(sys.executable, "-c", STANDS_ALONE.format(**words, **use)).strip() == "tuned"
+    done = run_fresh(STANDS_ALONE.format(**words, **use), tmp_path, imported=INDUCTOR)
+    assert (done.returncode, done.stdout) == (0, "tuned\n"), done.stderr
     wanted = [one for one in kind.use(kind.library) if isinstance(one, torch.Tensor)]
     assert_alike(torch.load(results), wanted)
 

@@ -22,14 +22,14 @@ from generator.package.standalone import (
 from generator.paths import GENERATED, LIBRARY, REPOSITORY
 from normforge.cubins import CUBINS
 from normforge.table import Table
-from tests.support.fresh import run_fresh
+from tests.support.fresh import INDUCTOR, run_fresh
 from tests.support.packages import BEFORE, entry, put, snapshot
 from tests.support.wheels import wheel_of
 
 
 def run(program: str, *paths: Path, **environment: str) -> str:
     """Return what a program prints that finds modules in some folders, and the library nowhere."""
-    done = run_fresh(program, paths[0], paths, **environment)
+    done = run_fresh(program, paths[0], paths, imported=INDUCTOR, **environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.strip()
 

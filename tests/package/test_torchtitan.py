@@ -3,14 +3,12 @@ one where that is installed."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from generator.paths import REPOSITORY
+from tests.support.fresh import INDUCTOR, run_fresh
 
 CONFIG = """
 from dataclasses import fields
@@ -112,9 +110,10 @@ for placement in (spmd.S(0), spmd.S(1), spmd.R, spmd.P, spmd.V):
 
 
 def run(program: str, *paths: Path) -> None:
-    path = os.pathsep.join(map(str, (*paths, REPOSITORY)))
-    environment = {**os.environ, "PYTHONPATH": path, "NORMFORGE_GPU": "h200"}
-    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
+    where = (paths or (REPOSITORY,))[0]
+    how = {"imported": INDUCTOR, "NORMFORGE_GPU": "h200"}
+    done = run_fresh(program, where, [*paths, REPOSITORY], **how)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_norms_of_a_config_become_the_packages(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from normforge.serve import checks
 from normforge.serve.options import PLAIN, Arguments
 from normforge.table import TABLE, ForwardTable, Table
 from tests.support.fake_driver import SPEC, entry, tensors
-from tests.support.fresh import run_fresh
+from tests.support.fresh import INDUCTOR, run_fresh
 
 GPUS = (
     Gpu("NVIDIA H200", (9, 0)),
@@ -259,7 +259,7 @@ print(normforge.explain(4096, 4096, "bf16")["gpu"])
 
 def run(script: str, folder: Path, gpu: str) -> str:
     program = script.replace("{folder}", str(folder))
-    done = run_fresh(program, folder, [REPOSITORY], NORMFORGE_GPU=gpu)
+    done = run_fresh(program, folder, [REPOSITORY], imported=INDUCTOR, NORMFORGE_GPU=gpu)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.strip()
 

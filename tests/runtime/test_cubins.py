@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from generator.package.cubin_archive import GROUP_BYTES
 from generator.package.files import write_cubins
 from generator.paths import LIBRARY
-from normforge.cubins import CUBINS, CUBINS_INDEX, read_cubin
+from normforge.cubins import CUBINS, CUBINS_INDEX, read_cubin, read_cubins
 from tests.support.packages import archived_cubins, digest_of
 
 KERNELS = {
@@ -68,10 +68,14 @@ def test_neighbours_share_a_stream_that_is_soon_unpacked(
     for name, cubin in kernels.items():
         assert read_cubin(tmp_path, name, digest_of(cubin)) == cubin
     assert len(unpacked) == len(kernels)
+    digests = {name: digest_of(cubin) for name, cubin in kernels.items()}
+    del unpacked[:]
+    assert read_cubins(tmp_path, digests) == kernels
     headers = 1024 * len(kernels)
     assert GROUP_BYTES / 2 < max(unpacked) < GROUP_BYTES + headers
     streams = {(offset, size) for offset, size, *_ in index_of(tmp_path).values()}
     assert 5 <= len(streams) <= 10  # they hold 1.1 MB
+    assert len(unpacked) == len(streams)
 
 
 def index_of(package: Path) -> dict[str, list[int]]:

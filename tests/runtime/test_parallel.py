@@ -12,7 +12,7 @@ from torch import nn
 
 import normforge
 from normforge.layernorm import LayerNorm
-from tests.support.fresh import printed_by
+from tests.support.fresh import INDUCTOR, printed_by
 
 START = """
 from copy import deepcopy
@@ -93,7 +93,7 @@ def test_gradients_under_ddp_and_fsdp_are_those_of_the_model_alone(tmp_path: Pat
 
 def test_an_exported_model_runs_in_another_process(tmp_path: Path) -> None:
     for script in (EXPORTED, LOADED):
-        printed_by(script, tmp_path / "package")
+        printed_by(script, tmp_path / "package", imported=INDUCTOR)
 
 
 # ---- Exporters -----------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from normforge.frontends.library import VERSION
 from normforge.frontends.operators import SCHEMAS, Operators
 from normforge.table import TABLE, Table
 from tests.support.entry_points import needs_whole_forward, write_layer_norm_package
-from tests.support.fresh import printed_by, run_fresh
+from tests.support.fresh import INDUCTOR, printed_by, run_fresh
 
 WRITTEN_BY = "2.13."
 """The PyTorch that wrote the text."""
@@ -163,7 +163,6 @@ with aten_on_cpu():
             "joint": [joint["autograd_cache_" + way] for way in ("hit", "miss", "bypass")],
         }}))
 """
-INDUCTOR = "torch._inductor.compile_fx"
 # Forward and backward are two graphs.
 MISS = {"graphs": [0, 2, 0], "joint": [0, 1, 0]}
 HIT = {"graphs": [2, 0, 0], "joint": [1, 0, 0]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import re
 from collections.abc import Callable
@@ -50,7 +51,7 @@ def write(tmp_path: Path) -> Callable[[Any], Path]:
 
 def changed(**knobs: Any) -> dict[str, Any]:
     """The real content with fields of knobs replaced."""
-    content = yaml.safe_load(SPACE_FILE.read_text())
+    content = copy.deepcopy(CONTENT)
     for name, fields in knobs.items():
         content["knobs"].setdefault(name, {"why": "a test"}).update(fields)
     return content
@@ -58,9 +59,7 @@ def changed(**knobs: Any) -> dict[str, Any]:
 
 def with_rule(require: Any, say: Any = "no", id: Any = "extra") -> dict[str, Any]:
     """The real content with one more rule."""
-    content = yaml.safe_load(SPACE_FILE.read_text())
-    content["rules"].append({"id": id, "require": require, "say": say})
-    return content
+    return {**CONTENT, "rules": [*CONTENT["rules"], {"id": id, "require": require, "say": say}]}
 
 
 def refusal(path: Path) -> str:

@@ -24,7 +24,7 @@ from generator.paths import REPOSITORY
 from tests.support.patience import patience
 
 SERVER = """
-import json, os, sys, warnings
+import gc, json, os, sys, warnings
 import {imported}
 
 def become(asked):
@@ -41,6 +41,7 @@ def become(asked):
     names["__name__"] = "__main__"
     exec(program, names)
 
+gc.freeze()  # no program looks through what is imported here when it ends
 for line in sys.stdin:
     child = os.fork()
     if not child:
@@ -48,6 +49,8 @@ for line in sys.stdin:
         break
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
+INDUCTOR = "torch._inductor.compile_fx"
+"""A module with which a compiler of PyTorch is imported, whatever the backend."""
 
 
 @cache
@@ -74,7 +77,8 @@ def run_fresh(
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
     """Do what `python -W ignore -c program` does that finds modules in `cwd` and in `paths`, and
-    has `imported` one of PyTorch's already: importing Inductor takes longer than PyTorch."""
+    has `imported` one of PyTorch's already: INDUCTOR, which takes longer to import than PyTorch,
+    for a program that compiles or exports a model."""
     found = list(map(str, paths))
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(found), **environment}
     with tempfile.TemporaryDirectory() as folder:
