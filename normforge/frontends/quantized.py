@@ -159,6 +159,8 @@ class QuantizedFunctions(RowFunctions):
             TypeError, ValueError: if the arguments do not fit together.
         """
         _check(x, weight, format, via, power_of_two_scales)
+        if x.is_nested:
+            raise ValueError("x is a nested tensor: give the backward its values, which are rows")
         rows = {"dy": dy, "x": x, "rstd": rstd}
         given = rows | {"weight": served_dtype(weight, x), "dresidual": dresidual}
         call = BackwardCall(float(weight_offset), format, via is not None, power_of_two_scales)
@@ -216,7 +218,7 @@ def _check(x: Any, weight: Any, format: Any, via: Any, powers: bool) -> None:
     if weight is not None and weight.device != x.device:
         raise ValueError(f"weight is on {weight.device} and x on {x.device}")
     if via not in (None, x.dtype):
-        raise ValueError(f"via is x's dtype {x.dtype}, or None for y as it is in fp32, got {via}")
+        raise ValueError(f"via is x's dtype {x.dtype}, or None to round once, got {via}")
     if powers and scales.kind != "fp32":
         raise ValueError(f"the scales of {format} are powers of two: leave power_of_two_scales out")
 

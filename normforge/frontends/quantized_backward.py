@@ -11,6 +11,7 @@ from torch.compiler import is_dynamo_compiling
 
 from ..operations import BACKWARD_FORMATS
 from ..operations.formula import KINDS, evaluate
+from ..serve.row_checks import check_tensors
 from ..torch_internals import is_plain, nothing_like, watched
 from .library import define
 from .quantized_node import SERVED
@@ -54,7 +55,10 @@ def results_of(found: Mapping[str, Any], given: Mapping[str, Any]) -> Results:
 
 
 def _formula(given: Mapping[str, Any], call: BackwardCall) -> Results:
-    found = evaluate(BACKWARD_FORMATS[call.form], call.tensors(given), offset=call.offset)
+    operation, tensors = BACKWARD_FORMATS[call.form], call.tensors(given)
+    check_tensors(operation, tensors)
+    found = evaluate(operation, tensors, offset=call.offset)
+    found = {name: one.detach() for name, one in found.items()}  # tangents come through no_grad
     dx, x, residual = found["dx"], given["x"], given["dresidual"]
     if residual is not None and residual.dtype != x.dtype:
         found["dresidual_out"] = dx.to(residual.dtype)

@@ -37,6 +37,9 @@ class Signature:
         fault = next(self._faults(), None)
         if fault is not None:
             raise ValueError(fault)
+        for name, kind in vars(Signature).items():  # what Dynamo cannot read for the first time
+            if isinstance(kind, cached_property):
+                getattr(self, name)
 
     def _faults(self) -> Iterator[str]:
         for tensor in self.tensors:

@@ -66,11 +66,12 @@ def _check_one(tensor: Tensor, given: torch.Tensor, first: str, x: torch.Tensor)
         return
     if given.dtype not in dtypes:
         raise TypeError(f"{tensor.name} must be of {dtypes[0]}, got {given.dtype}")
-    fits = given.shape == x.shape
     if tensor.role == "row":
         fits = given.numel() * N == x.numel()
     elif tensor.role == "columns":
         fits = given.shape == (N,)
+    else:  # others would tell tracers that M is not N
+        fits = given.shape == x.shape
     if not fits:
         wanted = {"row": "one number for each row", "columns": f"shape ({N},)"}
         what = wanted.get(tensor.role, f"the shape {tuple(x.shape)} of {first}")

@@ -16,10 +16,11 @@ from generator.emulate.run import CallOptions
 from generator.kernels.render import render
 from generator.operations import OPERATIONS
 from generator.problem import Problem
-from generator.target import Target
+from generator.target import Target, find_target
 from normforge.operations import BACKWARD_FORMATS
 from normforge.operations.rmsnorm_quantized import quantize_1x128, quantize_mx
-from tests.support.emulator import WITHOUT_DX, run_to_one_result, small
+from tests.support.emulator import WITHOUT_DX, legal, run_to_one_result, small
+from tests.support.samples import space_of
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
 
@@ -108,6 +109,32 @@ def test_what_is_not_wanted_is_not_written(left_out: str, how: str, target: Targ
     assert found.keys() == {"dx", "dw", "dx8", "dx_scales"} - {left_out}
     for name, result in found.items():
         assert torch.equal(result.view(torch.uint8), plain[name].view(torch.uint8))
+
+
+REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "rows with parts of blocks": (
+        "256",
+        "have parts of blocks",
+        {"threads_per_row": 8, "rows_per_cta": 8},
+    ),
+    "columns that are no blocks": ("1000", "no whole number of blocks of 128", {}),
+}
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_what_has_no_kernel_is_said_in_one_sentence(fault: str, target: Target) -> None:
+    columns, said, knobs = REFUSED[fault]
+    found = legal(Problem.parse(f"{FP8}:16384x{columns}:bf16"), target, **knobs)
+    assert isinstance(found, str) and said in found
+
+
+def test_only_some_gpus_and_known_lengths_have_kernels(target: Target) -> None:
+    problem = Problem.parse(f"{FP8}:16384x1024:bf16")
+    found = legal(problem, find_target("a100"))
+    assert isinstance(found, str) and "sm_89 or newer, which a100 does not have" in found
+    config = small(problem, target).config
+    found = space_of(FP8).reject(config, problem, target, exact=False)
+    assert found is not None and "blocks" in str(found)
 
 
 PLANTED = {

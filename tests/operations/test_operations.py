@@ -40,6 +40,7 @@ from generator.paths import template_named
 from generator.problem import FORWARDS, ITEMSIZE, Problem, sums_of
 from normforge import operations as library
 from normforge.launch.forward_call import _ARGUMENTS
+from normforge.operations.formula import evaluate
 from normforge.operations.gated_rmsnorm_backward import gated_rmsnorm
 from normforge.operations.rmsnorm_quantized import quantize_1x128, quantize_mx
 from normforge.operations.rmsnorm_rope import rmsnorm_rope
@@ -281,6 +282,21 @@ def test_bounds_of_what_is_quantized_are_those_of_the_numbers_of_the_call(
     bounds = operation.bounds(problem, inputs)
     assert compare_all(found, bounds).fault == ""
     assert compare_all(other, bounds).fault != ""
+
+
+@pytest.mark.parametrize("operation", RMSNORM_QUANTIZED[2:], ids=lambda operation: operation.name)
+def test_a_dx_that_cancels_may_be_off_by_its_terms(operation: Operation) -> None:
+    """The residual's gradient takes nearly all of dx back, so that fp32 arithmetic shows."""
+    problem = problem_for(operation.name, "60x8:bf16+residual")
+    inputs = operation.make_inputs(problem, CPU)
+    dx = reference_backward(inputs.dy.double(), inputs.x.double(), inputs.rstd, inputs.weight)[0]
+    assert dx is not None
+    inputs = replace(inputs, dresidual=(-dx).to(inputs.x.dtype))
+    found = evaluate(library.OPERATIONS[operation.name], vars(inputs))
+    found |= {"dx": found["dx"].to(inputs.x.dtype), "dw": found["dw"].to(inputs.weight.dtype)}
+    assert compare_all(found, operation.bounds(problem, inputs)).fault == ""
+    cancelling = operation.make_cancelling(problem, inputs)
+    assert not torch.equal(cancelling.dy, inputs.dy)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -6,12 +6,15 @@ from __future__ import annotations
 import re
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import normforge
+from generator.paths import REPOSITORY
 from normforge.frontends.quantized_backward import SERVED, rms_norm_backward_quantized
 from normforge.operations import BACKWARD_FORMATS, FORMATS
 from normforge.operations.formula import evaluate
@@ -30,6 +33,7 @@ from tests.support.fake_driver import (
     stand_in,
     use_row_servers,
 )
+from tests.support.fresh import INDUCTOR, run_fresh
 
 M, N, EPS = 12, 256, 1e-5
 FP8, MX = FORMATS
@@ -186,18 +190,133 @@ REFUSED: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "a format that there is not": (ValueError, "format is one of", {"format": "fp4"}),
     "parts of blocks": (ValueError, "a multiple of 128", {"x": torch.zeros(M, 200)}),
     "another dtype": (ValueError, "via is x's dtype", {"via": torch.float16}),
+    "one row of dy": (ValueError, "dy must have the shape", {"dy": torch.zeros(1, N)}),
     "powers of MX": (ValueError, "leave power_of_two", {"format": MX, "power_of_two_scales": True}),
 }
 
 
 @pytest.mark.parametrize("fault", REFUSED)
-def test_what_does_not_fit_together_is_refused_in_one_sentence(fault: str) -> None:
+@pytest.mark.parametrize("plain", [True, False])
+def test_what_does_not_fit_together_is_refused_in_one_sentence(fault: str, plain: bool) -> None:
     kind, said, changed = REFUSED[fault]
+    given = drawn() | changed
+    if not plain:
+        given["rstd"] = given["rstd"].as_subclass(Subclass)
     with pytest.raises(kind, match=said):
-        backward(**(drawn() | changed))
+        backward(**given)
+
+
+def test_nested_rows_are_refused() -> None:
+    x = torch.nested.nested_tensor([torch.randn(2, N), torch.randn(3, N)], layout=torch.jagged)
+    with pytest.raises(ValueError, match="x is a nested tensor: give the backward its values"):
+        backward(x, x, torch.ones(5, 1))
+
+
+# ---- What traces, watches or wraps a call --------------------------------------------------------
+
+
+class Subclass(torch.Tensor):
+    """A tensor that knows PyTorch's operators alone."""
+
+
+@pytest.mark.parametrize("wrapped", ["dy", "x", "rstd", "weight", "dresidual"])
+@pytest.mark.parametrize("via", [None, torch.bfloat16])
+@each_format
+def test_a_subclass_gets_the_bits_of_a_plain_call(format: str, via: Any, wrapped: str) -> None:
+    given = drawn(torch.bfloat16, torch.float32)
+    powers = {"power_of_two_scales": True} if format == FP8 else {}
+    how = {"format": format, "via": via, "weight_offset": 1.0, **powers}
+    wanted = backward(**given, **how)
+    given[wrapped] = given[wrapped].as_subclass(Subclass)
+    found = backward(**given, **how)
+    assert any(type(one) is Subclass for one in found)  # PyTorch's operators served
+    same([one.as_subclass(torch.Tensor) for one in found], wanted)
+
+
+def test_results_have_no_tangents() -> None:
+    given = drawn(residual=torch.bfloat16)
+    with torch.autograd.forward_ad.dual_level():
+        x = torch.autograd.forward_ad.make_dual(given["x"], torch.ones(M, N))
+        for one in backward(**(given | {"x": x})):
+            assert torch.autograd.forward_ad.unpack_dual(one).tangent is None
+
+
+def test_a_mode_sees_the_operator() -> None:
+    seen: list[Any] = []
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    given = drawn()
+    plain = backward(**given)
+    with Watching():
+        same(backward(**given), plain)
+    assert seen.count(rms_norm_backward_quantized) == 1
+
+
+FIRST_CALL = """
+import torch
+from normforge.quantized import rms_norm_backward_quantized as run
+x = torch.randn(4, 256)
+given = (x, x, torch.ones(4, 1), torch.ones(256))
+torch.compile(run, fullgraph=True, backend="eager")(*given, format="{format}")
+print("one graph")
+"""
+
+
+@each_format
+def test_the_first_call_of_a_process_may_be_compiled(format: str) -> None:
+    done = run_fresh(FIRST_CALL.format(format=format), REPOSITORY, imported=INDUCTOR)
+    assert done.stdout.strip() == "one graph", done.stderr
+
+
+def test_an_exported_graph_takes_as_many_rows_as_columns() -> None:
+    class Module(torch.nn.Module):
+        def forward(self, dy: Any, x: Any, rstd: Any, weight: Any) -> Any:
+            return backward(dy, x, rstd, weight)
+
+    given = drawn()
+    rows = {0: torch.export.Dim("B", min=2)}
+    shapes = {"dy": rows, "x": rows, "rstd": rows, "weight": None}
+    program = torch.export.export(
+        Module(), tuple(given.values()), dynamic_shapes=shapes, strict=False
+    )
+    more = [t.repeat(-(-N // M), 1)[:N] if t.dim() == 2 else t for t in given.values()]
+    same(program.module()(*more), backward(*more))
 
 
 # ---- Who serves ----------------------------------------------------------------------------------
+
+
+def test_a_weight_in_a_third_dtype_is_served_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    served: Any = SERVED("*/quantized")
+    asked: list[Any] = []
+    run = served.backward_quantized
+
+    def spy(given: Any, call: Any) -> Any:
+        asked.append(given["weight"].dtype)
+        return run(given, call)
+
+    monkeypatch.setattr(served, "backward_quantized", spy)
+    given = drawn(torch.bfloat16)
+    dw = backward(**(given | {"weight": given["weight"].half()}))[3]
+    assert (asked, dw.dtype) == ([torch.float32], torch.float16)
+
+
+def test_it_explains_the_kernel_of_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    served: Any = SERVED("*/quantized")
+    asked: list[Any] = []
+    server = SimpleNamespace(explain=lambda *given, **how: asked.append((given, how)))
+    monkeypatch.setattr(served, "server", lambda operation: asked.append(operation) or server)
+    explain(4096, 1024, "bf16", "fp32", format=MX, backward=True, residual="fp32", offset=True)
+    assert asked == [
+        BACKWARD_FORMATS[MX],
+        ((4096, 1024, "bf16", "fp32"), {"offset": True, "residual": "fp32"}),
+    ]
 
 
 @each_format

@@ -97,7 +97,7 @@ OF_ANOTHER_VALUE: list[tuple[str, Callable[[], Any]]] = [
     ("weight must have shape (256,), got (2,", quantized(BLOCKS, BLOCKS)),
     ("format is one of fp8_1x128, mxfp8_1x32, got 'fp8'", quantized(format="fp8")),
     (
-        "via is x's dtype torch.float32, or None for y as it is in fp32, got torch.bfloat16",
+        "via is x's dtype torch.float32, or None to round once, got torch.bfloat16",
         quantized(via=torch.bfloat16),
     ),
     (
