@@ -191,7 +191,7 @@ class Chosen:
         return found
 
     def _kernels_of(self, device: int) -> Kernels:
-        if self._wanted or torch.version.cuda is None:
+        if torch.version.cuda is None:
             return self._current
         try:
             return self._kernels_for(gpu_of(device))
