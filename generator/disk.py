@@ -8,7 +8,6 @@ import lzma
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -43,16 +42,9 @@ def read_json(path: Path) -> Any:
 def read_yaml(path: Path, what: str = "") -> Any:
     """The content of a file. Raises NormforgeError, which calls the file `what`."""
     try:
-        return _parsed(path.read_text(encoding="utf-8"))
+        return yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         raise NormforgeError(f"cannot read {what}{path}: {one_line(error)}") from error
-
-
-@cache
-def _parsed(text: str) -> Any:
-    """The content of a YAML file, which nobody changes: a space that extends another parses both,
-    and parsing takes longer than all checks of the two. Raises as `yaml.load` does."""
-    return yaml.load(text, _Loader)
 
 
 @contextmanager
