@@ -178,9 +178,10 @@ class QuantizedFunctions(RowFunctions):
     def forward(self, x: torch.Tensor, weight: torch.Tensor | None, call: Call) -> Results:
         """Return y8, its scales, rstd, and y where it is kept, without gradients."""
         y = x.new_empty(x.shape if call.keep_y else 0)
-        tensors = {"x": x, "weight": weight, **numbers_of(call)}
+        operation = FORMATS[call.form]
+        tensors = {"x": x, "weight": weight, **numbers_of(operation, call)}
         into = {"y": y} if call.keep_y else {}
-        found = self.server(FORMATS[call.form])(tensors, call.offset, into)
+        found = self.server(operation)(tensors, call.offset, into)
         return found["y8"], found["y_scales"], found["rstd"], y
 
     def backward(self, *given: Any) -> Gradients:

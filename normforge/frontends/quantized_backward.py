@@ -10,11 +10,11 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from ..operations import BACKWARD_FORMATS
-from ..operations.formula import KINDS, evaluate
+from ..operations.formula import evaluate, quantized_like
 from ..serve.row_checks import check_tensors
 from ..torch_internals import is_plain, nothing_like, watched
 from .library import define
-from .quantized_node import SERVED
+from .quantized_node import SERVED, numbers_of
 from .row_nodes import is_ours
 
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -36,10 +36,8 @@ class BackwardCall(NamedTuple):
 
     def tensors(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of the operation: tensors that are there, and its numbers."""
-        numbers = {"rounded": float(self.rounded), "powers": float(self.powers)}
-        signature = BACKWARD_FORMATS[self.form].signature
         found = {name: tensor for name, tensor in given.items() if tensor is not None}
-        return found | {tensor.name: numbers[tensor.name] for tensor in signature.numbers}
+        return found | numbers_of(BACKWARD_FORMATS[self.form], self)
 
 
 def results_of(found: Mapping[str, Any], given: Mapping[str, Any]) -> Results:
@@ -76,14 +74,12 @@ def _fake(*given: Any) -> Results:
     tensors = dict(zip(_TENSORS, given, strict=False))
     call = BackwardCall(*given[len(_TENSORS) : -1])
     x, weight, residual = (tensors[name] for name in ("x", "weight", "dresidual"))
-    scales = BACKWARD_FORMATS[call.form].signature.scales
-    assert scales is not None
-    *rows, columns = x.shape
+    dx8, scales = quantized_like(BACKWARD_FORMATS[call.form].signature, x).values()
     wide = residual is not None and residual.dtype != x.dtype
     return (
         x.new_empty(x.shape),
-        x.new_empty(x.shape, dtype=torch.float8_e4m3fn),
-        x.new_empty((*rows, columns // scales.block), dtype=KINDS[scales.kind]),
+        dx8,
+        scales,
         x.new_empty(0) if weight is None else weight.new_empty(weight.shape),
         residual.new_empty(x.shape) if wide else x.new_empty(0),
     )

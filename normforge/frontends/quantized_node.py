@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from ..operations import FORMATS
-from ..operations.formula import KINDS, evaluate, wide_dtype
+from ..operations import FORMATS, RowOperation
+from ..operations.formula import evaluate, quantized_like, wide_dtype
 from ..torch_internals import is_batched, is_plain, transforms_active, watched
 from .differentiable import differentiable_backward
 from .library import Served, define
@@ -67,13 +67,11 @@ def _run(x: Any, weight: Any, *given: Any) -> Any:
 def _fake(x: Any, weight: Any, *given: Any) -> Any:
     *others, _ = given
     call = Call(*others)
-    scales = FORMATS[call.form].signature.scales
-    assert scales is not None
-    *rows, columns = x.shape
+    y8, scales = quantized_like(FORMATS[call.form].signature, x).values()
     return (
-        x.new_empty(x.shape, dtype=torch.float8_e4m3fn),
-        x.new_empty((*rows, columns // scales.block), dtype=KINDS[scales.kind]),
-        x.new_empty((*rows, 1), dtype=wide_dtype(x)),
+        y8,
+        scales,
+        x.new_empty((*x.shape[:-1], 1), dtype=wide_dtype(x)),
         x.new_empty(x.shape if call.keep_y else 0),
     )
 
@@ -107,16 +105,18 @@ rms_norm_quantized_backward = define(
 )
 
 
-def numbers_of(call: Call) -> dict[str, float]:
-    """Return the numbers of a call that its operation takes, by name."""
-    given = {"eps": call.eps, "rounded": float(call.rounded), "powers": float(call.powers)}
-    return {t.name: given[t.name] for t in FORMATS[call.form].signature.numbers}
+def numbers_of(operation: RowOperation, call: Any) -> dict[str, float]:
+    """Return the numbers that an operation takes, by name, of a call with attributes that are
+    called so, True and False as 1 and 0."""
+    found = {tensor.name: getattr(call, tensor.name) for tensor in operation.signature.numbers}
+    return {name: float(one) if isinstance(one, bool) else one for name, one in found.items()}
 
 
 def formula(x: Any, weight: Any, call: Call) -> Results:
     """Compute a call by PyTorch's operators. y is differentiable."""
-    given = {"x": x, "weight": weight, **numbers_of(call)}
-    found = evaluate(FORMATS[call.form], given, offset=call.offset)
+    operation = FORMATS[call.form]
+    given = {"x": x, "weight": weight, **numbers_of(operation, call)}
+    found = evaluate(operation, given, offset=call.offset)
     y8, scales, rstd = (found[name].detach() for name in ("y8", "y_scales", "rstd"))
     # Not x.new_empty, which jagged tensors do not have.
     nothing = torch.empty(0, dtype=x.dtype, device=x.device)

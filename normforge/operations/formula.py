@@ -67,6 +67,16 @@ def quantize(
     return {quantized.name: made.values, scales.name: made.scales}
 
 
+def quantized_like(signature: Signature, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Empty tensors for what an operation quantizes of rows like x, and for its scales, by name."""
+    made = {}
+    for narrow in (signature.quantized, signature.scales):
+        if narrow is not None:
+            shape = [*x.shape[:-1], x.shape[-1] // max(1, narrow.block)]
+            made[narrow.name] = x.new_empty(shape, dtype=KINDS[narrow.kind])
+    return made
+
+
 def added_to(signature: Signature, tensors: Mapping[str, Any]) -> Any:
     """The rows that a call adds to its first output, None without."""
     return next((tensors[t.name] for t in signature.late if tensors.get(t.name) is not None), None)

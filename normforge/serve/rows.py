@@ -14,7 +14,7 @@ from ..launch.kernel_arguments import argument_layout, extent_of
 from ..launch.row_layout import RowLayout, alignment_of, dense, row_layout
 from ..launch.workspace import Workspaces
 from ..operations import RowOperation
-from ..operations.formula import KINDS, added_to, evaluate, wide_dtype
+from ..operations.formula import added_to, evaluate, quantized_like, wide_dtype
 from ..spec import plan_launch
 from ..table import MAX_ALIGNMENT, Choice, Table
 from ..torch_internals import current_device, empty_strided, is_capturing, raw_stream, resolved
@@ -132,10 +132,7 @@ class RowServer:
                 made[tensor.name] = x.new_empty(x.shape)
         for tensor in signature.row_outputs:
             made[tensor.name] = x.new_empty((*x.shape[:-1], 1), dtype=wide_dtype(x))
-        for narrow in (signature.quantized, signature.scales):
-            if narrow is not None:
-                shape = [*x.shape[:-1], x.shape[-1] // max(1, narrow.block)]
-                made[narrow.name] = x.new_empty(shape, dtype=KINDS[narrow.kind])
+        made |= quantized_like(signature, x)
         if signature.sums:
             like = self._columns_of(tensors, x)
             shape = [signature.column_sums] * (signature.column_sums > 1) + [x.shape[-1]]
