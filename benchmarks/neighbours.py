@@ -3,11 +3,11 @@
     python -m benchmarks.neighbours --packages generated/h200 --out FILE.json
 
 Every operation of --ops is timed at the shapes that its package in the folder --packages was tuned
-for, or one operation at those of --shapes. Beside the package's kernel
-stand the operation's formula in eager PyTorch, the same compiled by Inductor, with and without
-max-autotune, one plain Triton kernel (peers/plain_triton.py) with the fastest of its launches, and
-Flash-Linear-Attention's gated norm, where it is installed. All are captured in CUDA graphs and
-take turns, in balanced order; the floor is a torch.add over as many bytes.
+for, or one operation at those of --shapes. Beside the package's kernel stand the operation's
+formula in eager PyTorch, the same compiled by Inductor, with and without max-autotune, one plain
+Triton kernel (peers/plain_triton.py) with the fastest of its launches, and Flash-Linear-Attention's
+gated norm, where it is installed. All are captured in CUDA graphs and take turns, in balanced
+order; the floor is a torch.add over as many bytes.
 
 The file is written after every shape; with --resume, shapes that it has are not measured again.
 Exit code: 0 when every shape was measured, 1 when some are left, 2 for bad input.

@@ -187,7 +187,6 @@ import json, sys, torch
 from benchmarks.peers import plain
 from generator.evaluate.verify.accuracy import compare
 from generator.operations import OPERATIONS
-from generator.operations.operation import TORCH_DTYPE
 from generator.problem import Problem
 found = {}
 for shape in json.loads(sys.argv[1]):
