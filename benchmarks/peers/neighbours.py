@@ -102,22 +102,24 @@ def triton(problem: Problem, inputs: Any, timer: Timer) -> Binds:
 
 
 def flash_linear_attention(problem: Problem) -> Binds:
-    """Bind Flash-Linear-Attention's gated norm, of SiLU behind the norm."""
+    """Bind Flash-Linear-Attention's gated norm, of SiLU behind the norm. Its backward is called
+    below autograd, which would launch it on the stream of the forward, outside of any capture."""
     if problem.operation not in ("gated_rmsnorm_forward", "gated_rmsnorm_backward"):
         raise NormforgeError("Flash-Linear-Attention has norms with a gate of SiLU behind them")
-    from fla.modules.norm.fused_norm_gate import rms_norm_gated
+    from fla.modules.norm import fused_norm_gate as fla
+
+    of_norm = {"bias": None, "activation": "swish", "is_rms_norm": True}
 
     def bind(inputs: Any) -> Call:
-        leaves = [inputs.x, inputs.z, inputs.weight + inputs.offset]
+        given = {"x": inputs.x, "g": inputs.z, "weight": inputs.weight + inputs.offset}
+        given |= {"eps": inputs.eps, **of_norm}
         if problem.operation.endswith("forward"):
-            return lambda: {"y": rms_norm_gated(*leaves, None, "swish", eps=inputs.eps)}
-        leaves = [leaf.detach().requires_grad_() for leaf in leaves]
-        with torch.enable_grad():
-            y = rms_norm_gated(*leaves, None, "swish", eps=inputs.eps)
+            return lambda: {"y": fla.layer_norm_gated_fwd(**given)[0]}
+        _, mean, rstd, _ = fla.layer_norm_gated_fwd(**given)
 
         def call() -> Results:
-            found = torch.autograd.grad(y, leaves, inputs.dy, retain_graph=True)
-            return dict(zip(("dx", "dz", "dw"), found, strict=True))
+            found = fla.layer_norm_gated_bwd(dy=inputs.dy, mean=mean, rstd=rstd, **given)
+            return dict(zip(("dx", "dz", "dw"), found, strict=False))
 
         return call
 

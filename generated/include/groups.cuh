@@ -16,20 +16,23 @@ DEVICE long long group_start(const Arguments& args, long long row, long long str
   const unsigned group = quotient(static_cast<unsigned>(row), args.group_factor);
   return (group - quotient(group, args.period_factor) * args.period) * stride;
 }
+// Those of all rows of a batch. Where they are of one group, those of its first row, and past the end those
+// of the last batch again, which nobody uses.
 DEVICE void load_group(GroupPacket (&into)[kRowsInFlight][kGroupVectors], const void* from,
                        long long stride, const Rows& rows, long long batch) {
-  const bool wide = sizeof(Element) == 4 || rows.arguments.wide_groups;
 #pragma unroll
-  for (int u = 0; u < kRowsInFlight; ++u) {
-    const long long row = row_of(batch, u);
+  for (int u = 0; u < (rows.together ? 1 : kRowsInFlight); ++u) {
+    const long long last = rows.batches - 1;
+    const long long row = rows.together ? (batch < last ? batch : last) * kBatchRows : row_of(batch, u);
+    const bool exists = rows.has(row);
     const long long start = group_start(rows.arguments, row, stride);
 #pragma unroll
     for (int j = 0; j < kGroupVectors; ++j) {
       const int column = rows.column(j);
       const long long at = start + (column < kHalf ? column : column - kHalf);
       into[u][j] = GroupPacket{};
-      if (row >= rows.count || !rows.owns(j, column)) continue;
-      if (wide) {
+      if (!exists || !rows.owns(j, column)) continue;
+      if (rows.wide) {
         constexpr int kChunk = kChunkOf<4 * kElements>;
 #pragma unroll
         for (int c = 0; c < 4 * kElements / kChunk; ++c)
@@ -46,7 +49,7 @@ DEVICE void load_group(GroupPacket (&into)[kRowsInFlight][kGroupVectors], const 
     }
   }
 }
-DEVICE float group_number(const GroupPacket& packet, int i, int wide) {
-  if (sizeof(Element) == 4 || wide) return __uint_as_float(packet.words[i]);
+DEVICE float group_number(const GroupPacket& packet, int i, bool wide) {
+  if (wide) return __uint_as_float(packet.words[i]);
   return element<Element>(packet.words, i);
 }

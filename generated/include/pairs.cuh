@@ -35,7 +35,7 @@ DEVICE void read_partners(RowPacket (&into)[kRowsInFlight][kVectors],
         const long long row = row_of(batch, u);
         const int column = rows.column(j);
         into[u][j] = RowPacket{};
-        if (row < rows.count && rows.owns(j, column))
+        if (rows.has(row) && rows.owns(j, column))
           into[u][j] = load_row<kVectorBytes>((rows.*at)(row, partner_of(column)));
       }
     }

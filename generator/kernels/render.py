@@ -184,9 +184,9 @@ def expressions(signature: Signature, interleaved: bool = False) -> dict[str, An
     for tensor in signature.paired:
         partner[tensor.name] = f"element<Element>({beside}{tensor.value}[u][j].words, {other})"
     for tensor in signature.groups:
-        words = f"{tensor.value}[u][j % kGroupVectors]"
+        words = f"{tensor.value}[rows.together ? 0 : u][j % kGroupVectors]"
         of_pair = "i / 2" if interleaved else "i"
-        found[tensor.name] = f"group_number({words}, {of_pair}, args.wide_groups)"
+        found[tensor.name] = f"group_number({words}, {of_pair}, rows.wide)"
     for tensor in signature.numbers:
         found[tensor.name] = f"args.{tensor.name}"
     for tensor in signature.statistics:

@@ -141,6 +141,7 @@ def over_bytes(size: int, like: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor,
     if elements == like[0].numel():
         return like
     made = tuple(tensor.new_empty(elements) for tensor in like)
+    generator = torch.Generator(like[0].device).manual_seed(0)
     for tensor in made[:-1]:
-        tensor.normal_()
+        tensor.normal_(generator=generator)
     return made

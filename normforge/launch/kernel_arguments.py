@@ -10,6 +10,7 @@ import ctypes
 import struct
 from collections.abc import Mapping, Sequence
 from functools import cache
+from math import gcd
 from typing import Any, NamedTuple
 
 from ..operations.signature import Signature
@@ -80,21 +81,25 @@ def extent_of(
     if signature.groups and given is not None:
         first = given[signature.groups[0].name]
         wide = first.element_size() == 4
-        shared = of_groups(rows, int(given["heads"]), first.shape[0], wide)
+        shared = of_groups(rows, int(given["heads"]), first.shape[0], wide, heads)
     return Extent(*extent, numbers=numbers, of_groups=shared)
 
 
-def of_groups(rows: int, heads: int, groups: int, wide: bool) -> tuple[int, int, int, int]:
+def of_groups(
+    rows: int, heads: int, groups: int, wide: bool, inner: int = 0
+) -> tuple[int, int, int, int, int]:
     """Return how a kernel finds what `heads` consecutive rows share, in tensors of `groups` rows,
     which begin anew behind the last: the factors of two divisions, when they begin anew (0: never),
-    and whether the numbers are fp32. Raises ValueError for more rows than it can number."""
+    whether the numbers are fp32, and of how many rows each run has neither the end of a group nor a
+    gap in it. inner: rows between gaps, 0 for no gaps. Raises ValueError for more rows than it can
+    number."""
     of_all = ceil_div(rows, heads)
     period = groups if groups < of_all else 0
     factor = division_factor(rows, heads)
     of_period = division_factor(of_all, period) if period else 0
     if not factor or (period and not of_period):
         raise ValueError(f"kernels cannot number {rows} rows, {heads} to each of {groups} groups")
-    return factor, of_period, period, int(wide)
+    return factor, of_period, period, int(wide), gcd(heads, inner)
 
 
 class ArgumentLayout:
@@ -117,7 +122,7 @@ class ArgumentLayout:
         form += f"{len(behind)}Q" if behind else ""
         numbers = enumerate(signature.numbers)
         self.numbers_at = {t.name: struct.calcsize(form) + 4 * i for i, t in numbers}
-        form += f"{len(signature.numbers)}f" + "2qIi" * bool(signature.groups)
+        form += f"{len(signature.numbers)}f" + "2qIiI" * bool(signature.groups)
         self.main = struct.Struct(f"{form}0Q")
         self.pack_addresses = struct.Struct(f"@{len(leading)}Q").pack_into
         size = self.main.size

@@ -17,11 +17,11 @@ RESERVED = re.compile(
     "throw|true|try|typedef|typename|union|unsigned|using|virtual|void|volatile|while|"
     "added|added_weights|advance|args|arguments|at|await|batch|batches|blocks|columns?|config|"
     "constants|count|counters|determinism|dw_mode|elements?|empty|exists|fetch|first|first_half|"
-    "from|full|gaps|group|group_factor|heads|partner|period|period_factor|wide_groups|"
-    "[ijuw]|into|kept|knobs|last|later_sums?|launch|left|name|offset|operation|out|owns|packet|"
-    "partial|participants?|phase|pipeline|place|produce|rank|read|refill|release|residuals?|results|"
-    "rows?|row_sums?|schedule|scratch|signature|slot|smem|source|stage|start|strategy|sums?|"
-    "amax|tiles?|turn|valid|weights|weight_offset|zeroed"
+    "from|full|gaps|group|group_factor|heads|partner|period|period_factor|together|wide_groups|"
+    "wide_numbers|take_batches|[ijuw]|into|kept|knobs|last|later_sums?|launch|left|name|offset|"
+    "operation|out|owns|packet|partial|participants?|phase|pipeline|place|produce|rank|read|refill|"
+    "release|residuals?|results|rows?|row_sums?|schedule|scratch|signature|slot|smem|source|stage|"
+    "start|strategy|sums?|amax|tiles?|turn|valid|weights|weight_offset|zeroed"
 )
 """Words of C++, and names that the row kernel gives to other things."""
 

@@ -3,6 +3,7 @@ pipeline, strategy and way to a partner against float64, under many schedules.""
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from generator.emulate import check_variant, find_compiler
 from generator.emulate.check import CPU, check_source, small_launch
+from generator.emulate.run import CallOptions, Runs, Schedule, run_schedules
 from generator.kernels.render import render
 from generator.kernels.variant import Variant
 from generator.operations import OPERATIONS
@@ -83,6 +85,7 @@ def test_every_schedule_gives_one_set_of_right_bits(
     ("shape", "threads_per_row"),
     [
         *(("203x128:bf16", threads) for threads in (8, 16, 32)),
+        *(("192x128:bf16", threads) for threads in (8, 16, 32)),  # batches of one group
         ("61x64:fp16:fp32", 8),
         ("97x96:bf16", 16),
         *(("97x128:fp32+offset", threads) for threads in (8, 16, 32)),
@@ -173,6 +176,86 @@ def test_numbers_of_16_bits_are_those_of_32(name: str, shape: str, target: Targe
     assert all(torch.equal(found[out], same[out]) for out in found)
 
 
+FORCED = ("if (args.rows == 0 ||", "if (true ||")
+"""A change by which batches of one group go through the loop of all others."""
+
+
+def runs_of(source: str, variant: Variant, inputs: Any, inner: int) -> Runs:
+    spec, launch = small_launch(variant, len(inputs.x))
+    schedules = [Schedule(seed, launch.grid) for seed in range(2)]
+    options = CallOptions(inner=inner)
+    return run_schedules(source, spec, launch, inputs, schedules, call_options=options)
+
+
+def in_groups(name: str, heads: int, dtype: torch.dtype = torch.float32) -> tuple[Problem, Any]:
+    """Return rows of groups of `heads`, with numbers of such a dtype."""
+    problem = Problem.parse("96x128:bf16", name)
+    given = OPERATIONS[name].make_inputs(problem, CPU)
+    cos, sin = (torch.randn(-(-96 // heads), 64).to(dtype) for _ in range(2))
+    return problem, replace(given, cos=cos, sin=sin, heads=heads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("pipeline", ["direct", "async", "bulk"])
+@pytest.mark.parametrize(
+    ("heads", "inner"), [(8, 0), (32, 0), (32, 32), (48, 8), (8, 48), (12, 0), (24, 12), (12, 24)]
+)
+@of_name
+def test_batches_of_one_group_have_a_loop_of_their_own(
+    name: str, heads: int, inner: int, pipeline: str, dtype: torch.dtype, target: Target
+) -> None:
+    """It gives the bits of the loop of all others, also of rows with gaps between them. A batch
+    across two groups, or across a gap, does not go there."""
+    problem, inputs = in_groups(name, heads, dtype)
+    threads = 32 if pipeline == "bulk" else 8
+    knobs = {
+        **PIPELINES[pipeline],
+        "rows_in_flight": 2,
+        "threads_per_row": threads,
+        "rows_per_cta": 8,
+    }
+    knobs["weight_in"] = "registers"
+    variant = small(problem, target, **knobs)
+    source = render(variant)
+    found, forced = (
+        runs_of(text, variant, inputs, inner) for text in (source, source.replace(*FORCED))
+    )
+    assert found.faults == forced.faults == []
+    assert found.distinct_results == 1
+    assert all(torch.equal(found.results[out][0], forced.results[out][0]) for out in found.results)
+    without = runs_of(re.sub(r"take_batches\(true, .*?\);", ";", source), variant, inputs, inner)
+    served = bool(without.faults) or any(
+        not torch.equal(found.results[out][0], without.results[out][0]) for out in found.results
+    )
+    assert served is (math.gcd(heads, inner) % variant.batch_rows == 0)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "old", "new", "heads"),
+    [
+        ("direct", "(u * kRowsAbreast + row_abreast()) * stride", "row_abreast() * stride", 32),
+        ("direct", "(batch < last ? batch : last)", "(batch < last ? batch + 9 : last)", 8),
+        ("async", "(batch < last ? batch : last)", "(batch < last ? batch + 9 : last)", 8),
+        ("async", "(batch < last ? batch : last)", "batch", 8),
+        ("async", "rows.together ? batch < rows.batches : row", "rows.together || row", 32),
+        ("async", "args.together % kBatchRows != 0", "false", 12),
+        ("direct", "rows.together ? 0 : u", "0", 12),
+        ("direct", "take_batches(true, true)", "take_batches(true, false)", 32),
+    ],
+)
+def test_planted_wrong_loop_of_one_group_is_caught(
+    pipeline: str, old: str, new: str, heads: int, target: Target
+) -> None:
+    problem, inputs = in_groups(BACKWARD, heads)
+    knobs = {**PIPELINES[pipeline], "rows_in_flight": 2, "threads_per_row": 8, "rows_per_cta": 8}
+    variant = small(problem, target, **knobs)
+    source = render(variant)
+    assert old in source
+    right = runs_of(source.replace(*FORCED), variant, inputs, 0)
+    wrong = runs_of(source.replace(old, new), variant, inputs, 0)
+    assert wrong.faults or not torch.equal(wrong.results["dx"][0], right.results["dx"][0])
+
+
 WHOLE, PART, QWEN = "203x128:bf16", "77x128:fp16+rotary48", "77x256:bf16+rotary64"
 NEXT = "77x128:bf16+rotary64+interleaved"
 PLANTED = [
@@ -208,8 +291,9 @@ PLANTED = [
     (FORWARD, "words, i ^ 1)", "words, i)", r"y\[.* are off", NEXT, 8),
     (FORWARD, "start + column / 2", "start + column", r"reads \d+ bytes at (cos|sin)\[", NEXT, 8),
     (BACKWARD, "(i % 2 == 0) ?", "(i % 2 == 1) ?", r"dx\[.* are off", NEXT, 8),
-    (BACKWARD, "], i / 2, args", "], i % (kElements / 2), args", r"dx\[.* are off", NEXT, 8),
+    (BACKWARD, "], i / 2, rows", "], i % (kElements / 2), rows", r"dx\[.* are off", NEXT, 8),
     (BACKWARD, "? j + kHalfSteps", "? j", r"dx\[.* are off", "77x256:bf16+rotary128", 8),
+    (BACKWARD, "args.rows % kBatchRows != 0 ||", "", r"(reads|writes) ", "77x128:bf16", 8),
 ]
 
 

@@ -106,7 +106,7 @@ def packed(layout: ArgumentLayout) -> tuple[bytes, dict[str, Any]]:
         dw_mode=DW_ADDED,
         weight_offset=0.625,
         numbers=tuple(0.125 + i for i in range(len(signature.numbers))),
-        of_groups=(1 << 32, 1 << 31, 77, 1) if signature.groups else (),
+        of_groups=(1 << 32, 1 << 31, 77, 1, 78) if signature.groups else (),
     )
     block = layout.block(launch, extent, 1 << 20, 1 << 50)
     leading = [(1 << 48) + 64 * i for i in range(len(signature.leading))]
@@ -276,7 +276,8 @@ def test_rows_step_as_their_tensors_do() -> None:
 @pytest.mark.parametrize("groups", [1, 7, 100])
 def test_what_a_group_shares_is_found_by_two_products(heads: int, groups: int) -> None:
     count = 97 * heads - heads // 2  # of rows; the last group is not full
-    factor, of_period, period, wide = of_groups(count, heads, groups, wide=True)
+    factor, of_period, period, wide, run = of_groups(count, heads, groups, wide=True)
+    assert run == heads
     assert wide == 1 and period == (0 if groups >= 97 else groups)
     for at in range(count):
         found = at * factor >> 32

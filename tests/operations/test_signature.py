@@ -128,7 +128,7 @@ def test_what_no_row_kernel_can_have_is_one_sentence(name: str) -> None:
 def test_no_tensor_has_the_name_of_another_argument() -> None:
     """Other arguments are those that the structure of every kernel has."""
     others = ("counters", "zeroed", "scratch", "rows", "gaps", "columns", "group")
-    of_groups = ("heads", "group_factor", "period_factor", "period", "wide_groups")
+    of_groups = ("heads", "group_factor", "period_factor", "period", "wide_groups", "together")
     for name in (*others, "dw_mode", "weight_offset", *of_groups):
         with pytest.raises(ValueError, match=f"cannot be called '{name}'"):
             Signature(*FINE, row(name))

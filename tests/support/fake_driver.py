@@ -97,7 +97,7 @@ class ForwardArguments(NamedTuple):
 _FORWARD = struct.Struct("@6Q2f4qiI")
 
 
-OF_GROUPS = ("group_factor", "period_factor", "period", "wide_groups")
+OF_GROUPS = ("group_factor", "period_factor", "period", "wide_groups", "together")
 
 
 def argument_names(signature: Signature) -> tuple[str, ...]:

@@ -219,9 +219,102 @@ struct RowPipeline {
   DEVICE void advance() { due = due == last() ? first : due + kStageBytes; }
 };
 
-#include "pairs.cuh"
+// ---- Pairs of columns ---------------------------------------------------------------------------
+// Columns i and i + N / 2 are a pair. A vector lies in one half of its row, so its partner is a vector.
+//
+// Where a thread has evenly many vectors, and no thread idles, it has their partners itself. Where it has
+// one, and the row lies in a warp, the partner is one shuffle away. Otherwise it is read a second time,
+// from global memory: the row has been asked for just before, so a cache has it.
+// Memory ordering. Nothing but registers is exchanged, and what is read a second time is an input that
+// nobody writes: an output may not be the memory of a tensor that is read in pairs.
 
-#include "groups.cuh"
+constexpr int kHalf = kRowColumns / 2;
+static_assert(kExact && kRowColumns % (2 * kElements) == 0, "a vector lies in one half of its row");
+constexpr bool kNoneIdle = kCluster == 1 && kVectors * kThreadsPerRow * kElements == kRowColumns;
+constexpr bool kOwnPartners = kNoneIdle && kVectors % 2 == 0;
+constexpr bool kPartnersInWarp = kNoneIdle && kVectors == 1 && kThreadsPerRow <= 32;
+
+DEVICE int partner_of(int column) { return column < kHalf ? column + kHalf : column - kHalf; }
+
+// The partners of all vectors of a batch; `at` is where a tensor has a row and column. All lanes of a
+// warp come here together: teams are whole warps, and all their threads go through every batch.
+DEVICE void read_partners(RowPacket (&into)[kRowsInFlight][kVectors],
+                          const RowPacket (&own)[kRowsInFlight][kVectors], const Rows& rows,
+                          long long batch, const Element* (Rows::*at)(long long, int) const) {
+#pragma unroll
+  for (int u = 0; u < kRowsInFlight; ++u) {
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      if constexpr (kOwnPartners) {
+        into[u][j] = own[u][(j + kVectors / 2) % kVectors];
+      } else if constexpr (kPartnersInWarp) {
+#pragma unroll
+        for (int k = 0; k < (kVectorBytes + 3) / 4; ++k)
+          into[u][j].words[k] = __float_as_uint(
+              shuffle_xor(__uint_as_float(own[u][j].words[k]), kThreadsPerRow / 2));
+      } else {
+        const long long row = row_of(batch, u);
+        const int column = rows.column(j);
+        into[u][j] = RowPacket{};
+        if (row < rows.count && rows.owns(j, column))
+          into[u][j] = load_row<kVectorBytes>((rows.*at)(row, partner_of(column)));
+      }
+    }
+  }
+}
+
+// ---- What the rows of a group share -------------------------------------------------------------
+// Consecutive rows, such as the heads of a token, share N / 2 numbers: one for every pair of columns.
+// They are read through the caches, which the rows of a group and those of the next SM find them in.
+
+// Words of fp32 numbers, or in front those of the rows' dtype: what they mean is decided where they are
+// used, so that nothing waits for them before.
+using GroupPacket = Packet<4 * kElements>;
+constexpr int kGroupVectors = kOwnPartners ? kVectors / 2 : kVectors;
+
+DEVICE unsigned quotient(unsigned number, long long factor) {
+  return static_cast<unsigned>((static_cast<unsigned long long>(factor) * number) >> 32);
+}
+// Where the numbers of a row's group are, in a tensor of such a stride. Rows fit into 32 bits
+// (division_factor in row_layout.py).
+DEVICE long long group_start(const Arguments& args, long long row, long long stride) {
+  const unsigned group = quotient(static_cast<unsigned>(row), args.group_factor);
+  return (group - quotient(group, args.period_factor) * args.period) * stride;
+}
+DEVICE void load_group(GroupPacket (&into)[kRowsInFlight][kGroupVectors], const void* from,
+                       long long stride, const Rows& rows, long long batch) {
+  const bool wide = sizeof(Element) == 4 || rows.arguments.wide_groups;
+#pragma unroll
+  for (int u = 0; u < kRowsInFlight; ++u) {
+    const long long row = row_of(batch, u);
+    const long long start = group_start(rows.arguments, row, stride);
+#pragma unroll
+    for (int j = 0; j < kGroupVectors; ++j) {
+      const int column = rows.column(j);
+      const long long at = start + (column < kHalf ? column : column - kHalf);
+      into[u][j] = GroupPacket{};
+      if (row >= rows.count || !rows.owns(j, column)) continue;
+      if (wide) {
+        constexpr int kChunk = kChunkOf<4 * kElements>;
+#pragma unroll
+        for (int c = 0; c < 4 * kElements / kChunk; ++c)
+          *reinterpret_cast<Packet<kChunk>*>(into[u][j].words + c * kChunk / 4) =
+              load_weight<kChunk>(static_cast<const float*>(from) + at + c * kChunk / 4);
+      } else {
+        constexpr int kChunk = kChunkOf<kVectorBytes>;
+        constexpr int kStep = kChunk / static_cast<int>(sizeof(Element));
+#pragma unroll
+        for (int c = 0; c < kVectorBytes / kChunk; ++c)
+          *reinterpret_cast<Packet<kChunk>*>(into[u][j].words + c * kChunk / 4) =
+              load_weight<kChunk>(static_cast<const Element*>(from) + at + c * kStep);
+      }
+    }
+  }
+}
+DEVICE float group_number(const GroupPacket& packet, int i, int wide) {
+  if (sizeof(Element) == 4 || wide) return __uint_as_float(packet.words[i]);
+  return element<Element>(packet.words, i);
+}
 
 // ---- The weight -----------------------------------------------------------------------------
 
@@ -349,4 +442,4 @@ extern "C" __global__ void __launch_bounds__(384, 1) rmsnorm_rope_backward(ARGUM
   }
 }
 
-// Headers: templates/*.cuh, revision 3a38ee2537d2
+// Headers: templates/*.cuh, revision 1f85bc381da0
