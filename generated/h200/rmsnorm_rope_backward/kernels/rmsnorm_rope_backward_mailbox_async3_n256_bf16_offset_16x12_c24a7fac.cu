@@ -95,6 +95,8 @@ struct Arguments {
   long long group_factor, period_factor;
   unsigned period;
   int wide_groups;  // their numbers are fp32, not of the rows' dtype
+  // Of every so many rows from the first on, all are of one group and lie at one stride.
+  unsigned together;
 };
 
 // The part of the matrices that this CTA works on.
@@ -103,6 +105,9 @@ struct Rows {
   long long count, batches;  // every batch has an index below `batches`
   int first_column;  // of this CTA: 0 unless a cluster shares the row
   int columns;       // where the row ends, or this CTA's part of a row of any length
+  // Whether the rows of every batch exist, are of one group, and lie at one stride; and whether what a
+  // group shares is fp32. Constants where it matters: the loop over the batches has a copy for each case.
+  bool together = false, wide = true;
 
   DEVICE int column(int vector) const {
     return first_column + (vector * kThreadsPerRow + static_cast<int>(row_thread())) * kElements;
@@ -124,6 +129,20 @@ struct Rows {
   }
   DEVICE long long start(long long row, long long stride, long long gap) const {
     return row * stride + __umulhi(static_cast<unsigned>(row), arguments.gaps) * gap;
+  }
+  DEVICE bool has(long long row) const { return together || row < count; }
+  // Where the thread's row u of a batch begins.
+  DEVICE long long start_in(long long batch, int u, long long stride, long long gap) const {
+    if (!together) return start(row_of(batch, u), stride, gap);
+    return start(batch * kBatchRows, stride, gap) + (u * kRowsAbreast + row_abreast()) * stride;
+  }
+  // Where the first vector is that the thread has of it.
+  DEVICE const Element* x_in(long long batch, int u) const {
+    return arguments.x + start_in(batch, u, arguments.x_stride, arguments.x_gap) + column(0);
+  }
+  // Where the first vector is that the thread has of it.
+  DEVICE const Element* dy_in(long long batch, int u) const {
+    return arguments.dy + start_in(batch, u, arguments.dy_stride, arguments.dy_gap) + column(0);
   }
 };
 
@@ -175,12 +194,13 @@ struct RowPipeline {
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) {
       const long long row = row_of(batch, u);
-      const Element* const x_from = rows.x(row, rows.column(0));
-      const Element* const dy_from = rows.dy(row, rows.column(0));
+      const bool exists = rows.together ? batch < rows.batches : row < rows.count;
+      const Element* const x_from = rows.x_in(batch, u);
+      const Element* const dy_from = rows.dy_in(batch, u);
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
         const int column = rows.column(j);
-        if (row < rows.count && rows.owns(j, column)) {
+        if (exists && rows.owns(j, column)) {
           copy_async<kVectorBytes>(slot(into, 0, u, j), x_from + j * kThreadsPerRow * kElements);
           copy_async<kVectorBytes>(slot(into, 1, u, j), dy_from + j * kThreadsPerRow * kElements);
         }
@@ -200,7 +220,7 @@ struct RowPipeline {
                    RowPacket (&dy)[kRowsInFlight][kVectors], long long batch) {
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) {
-      const bool valid = row_of(batch, u) < rows.count;
+      const bool valid = rows.has(row_of(batch, u));
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
         x[u][j] = dy[u][j] = RowPacket{};
@@ -219,102 +239,9 @@ struct RowPipeline {
   DEVICE void advance() { due = due == last() ? first : due + kStageBytes; }
 };
 
-// ---- Pairs of columns ---------------------------------------------------------------------------
-// Columns i and i + N / 2 are a pair. A vector lies in one half of its row, so its partner is a vector.
-//
-// Where a thread has evenly many vectors, and no thread idles, it has their partners itself. Where it has
-// one, and the row lies in a warp, the partner is one shuffle away. Otherwise it is read a second time,
-// from global memory: the row has been asked for just before, so a cache has it.
-// Memory ordering. Nothing but registers is exchanged, and what is read a second time is an input that
-// nobody writes: an output may not be the memory of a tensor that is read in pairs.
+#include "pairs.cuh"
 
-constexpr int kHalf = kRowColumns / 2;
-static_assert(kExact && kRowColumns % (2 * kElements) == 0, "a vector lies in one half of its row");
-constexpr bool kNoneIdle = kCluster == 1 && kVectors * kThreadsPerRow * kElements == kRowColumns;
-constexpr bool kOwnPartners = kNoneIdle && kVectors % 2 == 0;
-constexpr bool kPartnersInWarp = kNoneIdle && kVectors == 1 && kThreadsPerRow <= 32;
-
-DEVICE int partner_of(int column) { return column < kHalf ? column + kHalf : column - kHalf; }
-
-// The partners of all vectors of a batch; `at` is where a tensor has a row and column. All lanes of a
-// warp come here together: teams are whole warps, and all their threads go through every batch.
-DEVICE void read_partners(RowPacket (&into)[kRowsInFlight][kVectors],
-                          const RowPacket (&own)[kRowsInFlight][kVectors], const Rows& rows,
-                          long long batch, const Element* (Rows::*at)(long long, int) const) {
-#pragma unroll
-  for (int u = 0; u < kRowsInFlight; ++u) {
-#pragma unroll
-    for (int j = 0; j < kVectors; ++j) {
-      if constexpr (kOwnPartners) {
-        into[u][j] = own[u][(j + kVectors / 2) % kVectors];
-      } else if constexpr (kPartnersInWarp) {
-#pragma unroll
-        for (int k = 0; k < (kVectorBytes + 3) / 4; ++k)
-          into[u][j].words[k] = __float_as_uint(
-              shuffle_xor(__uint_as_float(own[u][j].words[k]), kThreadsPerRow / 2));
-      } else {
-        const long long row = row_of(batch, u);
-        const int column = rows.column(j);
-        into[u][j] = RowPacket{};
-        if (row < rows.count && rows.owns(j, column))
-          into[u][j] = load_row<kVectorBytes>((rows.*at)(row, partner_of(column)));
-      }
-    }
-  }
-}
-
-// ---- What the rows of a group share -------------------------------------------------------------
-// Consecutive rows, such as the heads of a token, share N / 2 numbers: one for every pair of columns.
-// They are read through the caches, which the rows of a group and those of the next SM find them in.
-
-// Words of fp32 numbers, or in front those of the rows' dtype: what they mean is decided where they are
-// used, so that nothing waits for them before.
-using GroupPacket = Packet<4 * kElements>;
-constexpr int kGroupVectors = kOwnPartners ? kVectors / 2 : kVectors;
-
-DEVICE unsigned quotient(unsigned number, long long factor) {
-  return static_cast<unsigned>((static_cast<unsigned long long>(factor) * number) >> 32);
-}
-// Where the numbers of a row's group are, in a tensor of such a stride. Rows fit into 32 bits
-// (division_factor in row_layout.py).
-DEVICE long long group_start(const Arguments& args, long long row, long long stride) {
-  const unsigned group = quotient(static_cast<unsigned>(row), args.group_factor);
-  return (group - quotient(group, args.period_factor) * args.period) * stride;
-}
-DEVICE void load_group(GroupPacket (&into)[kRowsInFlight][kGroupVectors], const void* from,
-                       long long stride, const Rows& rows, long long batch) {
-  const bool wide = sizeof(Element) == 4 || rows.arguments.wide_groups;
-#pragma unroll
-  for (int u = 0; u < kRowsInFlight; ++u) {
-    const long long row = row_of(batch, u);
-    const long long start = group_start(rows.arguments, row, stride);
-#pragma unroll
-    for (int j = 0; j < kGroupVectors; ++j) {
-      const int column = rows.column(j);
-      const long long at = start + (column < kHalf ? column : column - kHalf);
-      into[u][j] = GroupPacket{};
-      if (row >= rows.count || !rows.owns(j, column)) continue;
-      if (wide) {
-        constexpr int kChunk = kChunkOf<4 * kElements>;
-#pragma unroll
-        for (int c = 0; c < 4 * kElements / kChunk; ++c)
-          *reinterpret_cast<Packet<kChunk>*>(into[u][j].words + c * kChunk / 4) =
-              load_weight<kChunk>(static_cast<const float*>(from) + at + c * kChunk / 4);
-      } else {
-        constexpr int kChunk = kChunkOf<kVectorBytes>;
-        constexpr int kStep = kChunk / static_cast<int>(sizeof(Element));
-#pragma unroll
-        for (int c = 0; c < kVectorBytes / kChunk; ++c)
-          *reinterpret_cast<Packet<kChunk>*>(into[u][j].words + c * kChunk / 4) =
-              load_weight<kChunk>(static_cast<const Element*>(from) + at + c * kStep);
-      }
-    }
-  }
-}
-DEVICE float group_number(const GroupPacket& packet, int i, int wide) {
-  if (sizeof(Element) == 4 || wide) return __uint_as_float(packet.words[i]);
-  return element<Element>(packet.words, i);
-}
+#include "groups.cuh"
 
 // ---- The weight -----------------------------------------------------------------------------
 
@@ -342,7 +269,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) rmsnorm_rope_backward(ARGUM
                       kExact ? kColumns : args.columns, rank, smem};
   const unsigned participant = strategy.begin();
 
-  const Rows rows{args, args.rows, (args.rows + kBatchRows - 1) / kBatchRows, rank * kColumns,
+  Rows rows{args, args.rows, (args.rows + kBatchRows - 1) / kBatchRows, rank * kColumns,
                   args.columns};
   RowPipeline pipeline(rows, smem);
   row_sums::RowSum row_sum(smem);
@@ -358,6 +285,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) rmsnorm_rope_backward(ARGUM
   if constexpr (!kExact) inverse_columns = __fdiv_rn(1.0f, static_cast<float>(args.columns));
   float partial[kVectors][kElements] = {};
   RowBlocks blocks(smem);
+
+  // The loop over the batches, of which the compiler makes a copy for each of the calls below: what Rows
+  // says of all batches are constants there.
+  const auto take_batches = [&](bool together, bool wide_numbers) __attribute__((always_inline)) {
+  rows.together = together;
+  rows.wide = wide_numbers;
   // A batch ahead of its use.
   GroupPacket next_cos_words[kRowsInFlight][kGroupVectors];
   load_group(next_cos_words, args.cos, args.cos_stride, rows, schedule.batch);
@@ -370,13 +303,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) rmsnorm_rope_backward(ARGUM
     RowPacket xs[kRowsInFlight][kVectors], dys[kRowsInFlight][kVectors];
     GroupPacket cos_words[kRowsInFlight][kGroupVectors];
 #pragma unroll
-    for (int u = 0; u < kRowsInFlight; ++u)
+    for (int u = 0; u < (rows.together ? 1 : kRowsInFlight); ++u)
 #pragma unroll
       for (int j = 0; j < kGroupVectors; ++j) cos_words[u][j] = next_cos_words[u][j];
     load_group(next_cos_words, args.cos, args.cos_stride, rows, schedule.ahead(1));
     GroupPacket sin_words[kRowsInFlight][kGroupVectors];
 #pragma unroll
-    for (int u = 0; u < kRowsInFlight; ++u)
+    for (int u = 0; u < (rows.together ? 1 : kRowsInFlight); ++u)
 #pragma unroll
       for (int j = 0; j < kGroupVectors; ++j) sin_words[u][j] = next_sin_words[u][j];
     load_group(next_sin_words, args.sin, args.sin_stride, rows, schedule.ahead(1));
@@ -394,7 +327,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) rmsnorm_rope_backward(ARGUM
         const Packet<kWeightBytes> w = weights[j];
 #pragma unroll
         for (int i = 0; i < kElements; ++i) {
-          const float dn = __fmaf_rn(element<Element>(dys[u][j].words, i), group_number(cos_words[u][j % kGroupVectors], i, args.wide_groups), __fmul_rn((rows.column(j) < kHalf) ? element<Element>(partner_dys[u][j].words, i) : -element<Element>(partner_dys[u][j].words, i), group_number(sin_words[u][j % kGroupVectors], i, args.wide_groups)));
+          const float dn = __fmaf_rn(element<Element>(dys[u][j].words, i), group_number(cos_words[rows.together ? 0 : u][j % kGroupVectors], i, rows.wide), __fmul_rn((rows.column(j) < kHalf) ? element<Element>(partner_dys[u][j].words, i) : -element<Element>(partner_dys[u][j].words, i), group_number(sin_words[rows.together ? 0 : u][j % kGroupVectors], i, rows.wide)));
           // Of x^2, and of x * w * the gradient of what is normalized.
           sum[u] = __fmaf_rn(element<Element>(xs[u][j].words, i), element<Element>(xs[u][j].words, i), sum[u]);
           sum[kRowsInFlight + u] = __fmaf_rn(element<Element>(xs[u][j].words, i), __fmul_rn(weight_of(w, i, args.weight_offset), dn), sum[kRowsInFlight + u]);
@@ -413,7 +346,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) rmsnorm_rope_backward(ARGUM
       const float mean = __fmul_rn(__fmul_rn(sum[kRowsInFlight + u], rstd), inverse_columns);
       const float correction = -__fmul_rn(__fmul_rn(rstd, rstd), mean);
       // Where the thread's first vector goes; the others lie at constant distances.
-      Element* const dx_to = args.dx + rows.start(row, args.dx_stride, args.dx_gap) + rows.column(0);
+      Element* const dx_to = args.dx + rows.start_in(batch, u, args.dx_stride, args.dx_gap) + rows.column(0);
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
         const int column = rows.column(j);
@@ -421,11 +354,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) rmsnorm_rope_backward(ARGUM
         float out[kElements];
 #pragma unroll
         for (int i = 0; i < kElements; ++i) {
-          const float xe = element<Element>(xs[u][j].words, i), scaled = __fmul_rn(rstd, __fmaf_rn(element<Element>(dys[u][j].words, i), group_number(cos_words[u][j % kGroupVectors], i, args.wide_groups), __fmul_rn((rows.column(j) < kHalf) ? element<Element>(partner_dys[u][j].words, i) : -element<Element>(partner_dys[u][j].words, i), group_number(sin_words[u][j % kGroupVectors], i, args.wide_groups))));  // rstd * dn
+          const float xe = element<Element>(xs[u][j].words, i), scaled = __fmul_rn(rstd, __fmaf_rn(element<Element>(dys[u][j].words, i), group_number(cos_words[rows.together ? 0 : u][j % kGroupVectors], i, rows.wide), __fmul_rn((rows.column(j) < kHalf) ? element<Element>(partner_dys[u][j].words, i) : -element<Element>(partner_dys[u][j].words, i), group_number(sin_words[rows.together ? 0 : u][j % kGroupVectors], i, rows.wide))));  // rstd * dn
           out[i] = __fmaf_rn(weight_of(w, i, args.weight_offset), scaled, __fmul_rn(correction, xe));
           partial[j][i] = __fmaf_rn(xe, scaled, partial[j][i]);
         }
-        if (args.dx != nullptr && row < args.rows && rows.owns(j, column)) {
+        if (args.dx != nullptr && rows.has(row) && rows.owns(j, column)) {
           RowPacket packet;
           narrow<Element, kElements>(packet.words, out);
           store_row<kVectorBytes>(dx_to + j * kThreadsPerRow * kElements, packet);
@@ -435,6 +368,14 @@ extern "C" __global__ void __launch_bounds__(384, 1) rmsnorm_rope_backward(ARGUM
     pipeline.advance();
     blocks.end_batch(partial);
   }
+  };
+  const bool wide_numbers = sizeof(Element) == 4 || args.wide_groups;
+  if (args.rows == 0 || args.rows % kBatchRows != 0 || args.together % kBatchRows != 0)
+    take_batches(false, wide_numbers);
+  else if (wide_numbers)
+    take_batches(true, true);
+  else
+    take_batches(true, false);
   if (args.dw != nullptr) {
     blocks.finish(partial);
     add_abreast(partial);
@@ -442,4 +383,4 @@ extern "C" __global__ void __launch_bounds__(384, 1) rmsnorm_rope_backward(ARGUM
   }
 }
 
-// Headers: templates/*.cuh, revision 1f85bc381da0
+// Headers: templates/*.cuh, revision 76cd875d59ec

@@ -1,4 +1,4 @@
-// rmsnorm_rope_backward_column_slices_direct_n128_bf16_8x7_a1c0cf7e
+// rmsnorm_rope_backward_mailbox_async2_n128_bf16_8x12_022a7365
 //
 // Backward of y = n * cos + rotate_half(n) * sin with n = rmsnorm(x) * w: with dn = dy * cos + (dy * sin of
 // the second half in front of -(dy * sin) of the first) and xhat = x * rstd, dx = rstd * (w * dn - xhat *
@@ -17,13 +17,13 @@ constexpr int kCluster = 1;  // CTAs that share a row
 constexpr int kThreadsPerRow = 8;
 constexpr int kTeamThreads = 32;  // those of a row, but at least a warp
 constexpr int kRowsAbreast = 4;  // rows that parts of a warp work on side by side
-constexpr int kTeams = 7;  // of a CTA, each with rows of its own
-constexpr int kThreads = 224;  // of one CTA
+constexpr int kTeams = 12;  // of a CTA, each with rows of its own
+constexpr int kThreads = 384;  // of one CTA
 constexpr int kRowsInFlight = 2;  // rows that a thread works on at once
 constexpr int kBatchRows = 8;  // rows of a batch: kRowsInFlight * kRowsAbreast
-constexpr int kStages = 1;  // batches under way in shared memory
+constexpr int kStages = 2;  // batches under way in shared memory
 constexpr int kStageBarriers = 0;  // transaction barriers of one team's stages
-constexpr int kReload = 0;  // x and dy are read again for dx
+constexpr int kReload = 1;  // x and dy are read again for dx
 constexpr int kVectorBytes = 16;
 constexpr int kElements = 8;  // elements of x in a vector
 constexpr int kVectors = 2;  // vectors of a row in one thread
@@ -41,13 +41,15 @@ constexpr int kSumThreads = 0;  // of one CTA of the second kernel
 constexpr int kSumsOffset = 0;  // bytes into shared memory
 constexpr int kWeightOffset = 0;  // bytes into shared memory; not args.weight_offset
 constexpr int kBroadcastOffset = 0;
-constexpr int kTilesOffset = 14464;
+constexpr int kTilesOffset = 24704;
 constexpr int kBlockBatches = 8;  // batches that are added up at once
 constexpr int kBlockSumsOffset = 16;
-#define ROW_LOAD ".cs.nc"
-#define ROW_POLICY ""
-#define ROW_HINT ""
-#define ROW_OPERAND ""
+constexpr int kArrivesEarly = 1;  // a CTA, when it begins its last rows
+#define ROW_LOAD ".nc"
+// Rows are asked for with a priority in the L2.
+#define ROW_POLICY ".reg .b64 policy; createpolicy.fractional.L2::evict_last.b64 policy, 1.0; "
+#define ROW_HINT ".L2::cache_hint"
+#define ROW_OPERAND ", policy"
 #define ROW_STORE ""
 #define LEAST_COLUMNS 128  // of a row
 
@@ -93,6 +95,8 @@ struct Arguments {
   long long group_factor, period_factor;
   unsigned period;
   int wide_groups;  // their numbers are fp32, not of the rows' dtype
+  // Of every so many rows from the first on, all are of one group and lie at one stride.
+  unsigned together;
 };
 
 // The part of the matrices that this CTA works on.
@@ -101,6 +105,9 @@ struct Rows {
   long long count, batches;  // every batch has an index below `batches`
   int first_column;  // of this CTA: 0 unless a cluster shares the row
   int columns;       // where the row ends, or this CTA's part of a row of any length
+  // Whether the rows of every batch exist, are of one group, and lie at one stride; and whether what a
+  // group shares is fp32. Constants where it matters: the loop over the batches has a copy for each case.
+  bool together = false, wide = true;
 
   DEVICE int column(int vector) const {
     return first_column + (vector * kThreadsPerRow + static_cast<int>(row_thread())) * kElements;
@@ -123,6 +130,20 @@ struct Rows {
   DEVICE long long start(long long row, long long stride, long long gap) const {
     return row * stride + __umulhi(static_cast<unsigned>(row), arguments.gaps) * gap;
   }
+  DEVICE bool has(long long row) const { return together || row < count; }
+  // Where the thread's row u of a batch begins.
+  DEVICE long long start_in(long long batch, int u, long long stride, long long gap) const {
+    if (!together) return start(row_of(batch, u), stride, gap);
+    return start(batch * kBatchRows, stride, gap) + (u * kRowsAbreast + row_abreast()) * stride;
+  }
+  // Where the first vector is that the thread has of it.
+  DEVICE const Element* x_in(long long batch, int u) const {
+    return arguments.x + start_in(batch, u, arguments.x_stride, arguments.x_gap) + column(0);
+  }
+  // Where the first vector is that the thread has of it.
+  DEVICE const Element* dy_in(long long batch, int u) const {
+    return arguments.dy + start_in(batch, u, arguments.dy_stride, arguments.dy_gap) + column(0);
+  }
 };
 
 #include "row_sum.cuh"
@@ -136,134 +157,91 @@ constexpr int kRowsInFlight = 2 * ::kRowsInFlight;
 
 #include "schedule.cuh"
 
-// ---- Rows: plain vector loads into registers -------------------------------------------------
-// dx may not be the memory of dy: these loads are ld.global.nc, for memory that nobody writes.
+// ---- Rows: cp.async into stages in shared memory ---------------------------------------------
+// A thread copies exactly the vectors that it reads, so it only has to wait for its own groups. It
+// commits one group per batch, also past the end, so that "all but the newest kAhead - 1" always
+// includes the batch that is due.
+// A slot is refilled by the thread that read it, and an asynchronous copy follows the earlier
+// instructions of its own thread (PTX ISA, asynchronous operations).
+// dx may be the memory of dy: a thread writes only elements that it has copied itself, and it has waited
+// for those copies. Later reads, also those of a reload, are of the copy.
 
 struct RowPipeline {
-  const Rows& rows;
+  static constexpr int kTileBytes = kVectors * kThreads * kVectorBytes;  // one row of every team
+  static constexpr int kResidualTileBytes = kResidual * kVectors * kThreads * kResidualBytes;
+  static constexpr int kStageBytes = kRowsInFlight * (2 * kTileBytes + kResidualTileBytes);
+  static constexpr int kAhead = kStages - kReload;
 
-  DEVICE RowPipeline(const Rows& r, unsigned char*) : rows(r) {}
-  DEVICE void start(const Schedule&) {}
-  DEVICE void await() {}
+  const Rows& rows;
+  unsigned char* const first;  // this thread's first vector in the first stage
+  unsigned char* due;          // and in the stage of the batch that is due
+
+  DEVICE RowPipeline(const Rows& r, unsigned char* smem)
+      : rows(r), first(smem + kTilesOffset + threadIdx.x * kVectorBytes), due(first) {}
+
+  // Vectors of consecutive threads are neighbours: no bank conflicts.
+  DEVICE static unsigned char* slot(unsigned char* stage, int tensor, int u, int j) {
+    return stage + (tensor * kRowsInFlight + u) * kTileBytes + j * kThreads * kVectorBytes;
+  }
+  DEVICE static unsigned char* residual_slot(unsigned char* stage, int u, int j, int chunk) {
+    constexpr int kChunk = kChunkOf<kResidualBytes>;
+    // `stage` already has threadIdx.x * kVectorBytes in it, hence the difference at the end.
+    return stage + 2 * kRowsInFlight * kTileBytes + u * kResidualTileBytes +
+           (j * (kResidualBytes / kChunk) + chunk) * kThreads * kChunk +
+           static_cast<int>(threadIdx.x) * (kChunk - kVectorBytes);
+  }
+  DEVICE void fetch(long long batch, unsigned char* into) {
+#pragma unroll
+    for (int u = 0; u < kRowsInFlight; ++u) {
+      const long long row = row_of(batch, u);
+      const bool exists = rows.together ? batch < rows.batches : row < rows.count;
+      const Element* const x_from = rows.x_in(batch, u);
+      const Element* const dy_from = rows.dy_in(batch, u);
+#pragma unroll
+      for (int j = 0; j < kVectors; ++j) {
+        const int column = rows.column(j);
+        if (exists && rows.owns(j, column)) {
+          copy_async<kVectorBytes>(slot(into, 0, u, j), x_from + j * kThreadsPerRow * kElements);
+          copy_async<kVectorBytes>(slot(into, 1, u, j), dy_from + j * kThreadsPerRow * kElements);
+        }
+      }
+    }
+    copy_async_commit();
+  }
+  // The address is advanced here, too. If NVRTC 13.0 splits the address of a copy with a cache policy
+  // into a thread's register and a uniform one, it emits an illegal instruction.
+  DEVICE void start(const Schedule& schedule) {
+    unsigned char* into = first;
+#pragma unroll 1
+    for (int s = 0; s < kAhead; ++s, into += kStageBytes) fetch(schedule.ahead(s), into);
+  }
+  DEVICE void await() { copy_async_wait<kAhead - 1>(); }
   DEVICE void read(RowPacket (&x)[kRowsInFlight][kVectors],
                    RowPacket (&dy)[kRowsInFlight][kVectors], long long batch) {
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) {
-      const long long row = row_of(batch, u);
-      const bool valid = row < rows.count;
-      const Element* const x_from = rows.x(row, rows.column(0));
-      const Element* const dy_from = rows.dy(row, rows.column(0));
+      const bool valid = rows.has(row_of(batch, u));
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
-        const int column = rows.column(j);
         x[u][j] = dy[u][j] = RowPacket{};
-        if (valid && rows.owns(j, column)) {
-          x[u][j] = load_row<kVectorBytes>(x_from + j * kThreadsPerRow * kElements);
-          dy[u][j] = load_row<kVectorBytes>(dy_from + j * kThreadsPerRow * kElements);
+        if (valid && rows.owns(j, rows.column(j))) {
+          x[u][j] = load_shared_packet<kVectorBytes>(slot(due, 0, u, j));
+          dy[u][j] = load_shared_packet<kVectorBytes>(slot(due, 1, u, j));
         }
       }
     }
   }
-  DEVICE void refill(const Schedule&) {}
-  DEVICE void advance() {}
+  DEVICE unsigned char* last() const { return first + (kStages - 1) * kStageBytes; }
+  // With a reload, the stage of this batch is still needed, so the one before it is refilled.
+  DEVICE void refill(const Schedule& schedule) {
+    fetch(schedule.ahead(kAhead), !kReload ? due : due == first ? last() : due - kStageBytes);
+  }
+  DEVICE void advance() { due = due == last() ? first : due + kStageBytes; }
 };
 
-// ---- Pairs of columns ---------------------------------------------------------------------------
-// Columns i and i + N / 2 are a pair. A vector lies in one half of its row, so its partner is a vector.
-//
-// Where a thread has evenly many vectors, and no thread idles, it has their partners itself. Where it has
-// one, and the row lies in a warp, the partner is one shuffle away. Otherwise it is read a second time,
-// from global memory: the row has been asked for just before, so a cache has it.
-// Memory ordering. Nothing but registers is exchanged, and what is read a second time is an input that
-// nobody writes: an output may not be the memory of a tensor that is read in pairs.
+#include "pairs.cuh"
 
-constexpr int kHalf = kRowColumns / 2;
-static_assert(kExact && kRowColumns % (2 * kElements) == 0, "a vector lies in one half of its row");
-constexpr bool kNoneIdle = kCluster == 1 && kVectors * kThreadsPerRow * kElements == kRowColumns;
-constexpr bool kOwnPartners = kNoneIdle && kVectors % 2 == 0;
-constexpr bool kPartnersInWarp = kNoneIdle && kVectors == 1 && kThreadsPerRow <= 32;
-
-DEVICE int partner_of(int column) { return column < kHalf ? column + kHalf : column - kHalf; }
-
-// The partners of all vectors of a batch; `at` is where a tensor has a row and column. All lanes of a
-// warp come here together: teams are whole warps, and all their threads go through every batch.
-DEVICE void read_partners(RowPacket (&into)[kRowsInFlight][kVectors],
-                          const RowPacket (&own)[kRowsInFlight][kVectors], const Rows& rows,
-                          long long batch, const Element* (Rows::*at)(long long, int) const) {
-#pragma unroll
-  for (int u = 0; u < kRowsInFlight; ++u) {
-#pragma unroll
-    for (int j = 0; j < kVectors; ++j) {
-      if constexpr (kOwnPartners) {
-        into[u][j] = own[u][(j + kVectors / 2) % kVectors];
-      } else if constexpr (kPartnersInWarp) {
-#pragma unroll
-        for (int k = 0; k < (kVectorBytes + 3) / 4; ++k)
-          into[u][j].words[k] = __float_as_uint(
-              shuffle_xor(__uint_as_float(own[u][j].words[k]), kThreadsPerRow / 2));
-      } else {
-        const long long row = row_of(batch, u);
-        const int column = rows.column(j);
-        into[u][j] = RowPacket{};
-        if (row < rows.count && rows.owns(j, column))
-          into[u][j] = load_row<kVectorBytes>((rows.*at)(row, partner_of(column)));
-      }
-    }
-  }
-}
-
-// ---- What the rows of a group share -------------------------------------------------------------
-// Consecutive rows, such as the heads of a token, share N / 2 numbers: one for every pair of columns.
-// They are read through the caches, which the rows of a group and those of the next SM find them in.
-
-// Words of fp32 numbers, or in front those of the rows' dtype: what they mean is decided where they are
-// used, so that nothing waits for them before.
-using GroupPacket = Packet<4 * kElements>;
-constexpr int kGroupVectors = kOwnPartners ? kVectors / 2 : kVectors;
-
-DEVICE unsigned quotient(unsigned number, long long factor) {
-  return static_cast<unsigned>((static_cast<unsigned long long>(factor) * number) >> 32);
-}
-// Where the numbers of a row's group are, in a tensor of such a stride. Rows fit into 32 bits
-// (division_factor in row_layout.py).
-DEVICE long long group_start(const Arguments& args, long long row, long long stride) {
-  const unsigned group = quotient(static_cast<unsigned>(row), args.group_factor);
-  return (group - quotient(group, args.period_factor) * args.period) * stride;
-}
-DEVICE void load_group(GroupPacket (&into)[kRowsInFlight][kGroupVectors], const void* from,
-                       long long stride, const Rows& rows, long long batch) {
-  const bool wide = sizeof(Element) == 4 || rows.arguments.wide_groups;
-#pragma unroll
-  for (int u = 0; u < kRowsInFlight; ++u) {
-    const long long row = row_of(batch, u);
-    const long long start = group_start(rows.arguments, row, stride);
-#pragma unroll
-    for (int j = 0; j < kGroupVectors; ++j) {
-      const int column = rows.column(j);
-      const long long at = start + (column < kHalf ? column : column - kHalf);
-      into[u][j] = GroupPacket{};
-      if (row >= rows.count || !rows.owns(j, column)) continue;
-      if (wide) {
-        constexpr int kChunk = kChunkOf<4 * kElements>;
-#pragma unroll
-        for (int c = 0; c < 4 * kElements / kChunk; ++c)
-          *reinterpret_cast<Packet<kChunk>*>(into[u][j].words + c * kChunk / 4) =
-              load_weight<kChunk>(static_cast<const float*>(from) + at + c * kChunk / 4);
-      } else {
-        constexpr int kChunk = kChunkOf<kVectorBytes>;
-        constexpr int kStep = kChunk / static_cast<int>(sizeof(Element));
-#pragma unroll
-        for (int c = 0; c < kVectorBytes / kChunk; ++c)
-          *reinterpret_cast<Packet<kChunk>*>(into[u][j].words + c * kChunk / 4) =
-              load_weight<kChunk>(static_cast<const Element*>(from) + at + c * kStep);
-      }
-    }
-  }
-}
-DEVICE float group_number(const GroupPacket& packet, int i, int wide) {
-  if (sizeof(Element) == 4 || wide) return __uint_as_float(packet.words[i]);
-  return element<Element>(packet.words, i);
-}
+#include "groups.cuh"
 
 // ---- The weight -----------------------------------------------------------------------------
 
@@ -278,11 +256,11 @@ DEVICE float group_number(const GroupPacket& packet, int i, int wide) {
 #include "dw_context.cuh"
 #include "sum_slice.cuh"
 #include "last_arrived.cuh"
-#include "dw_column_slices.cuh"
+#include "dw_mailbox.cuh"
 
 // ---- The kernel -----------------------------------------------------------------------------
 
-extern "C" __global__ void __launch_bounds__(224, 2) rmsnorm_rope_backward(ARGUMENTS(Arguments, args)) {
+extern "C" __global__ void __launch_bounds__(384, 1) rmsnorm_rope_backward(ARGUMENTS(Arguments, args)) {
   DYNAMIC_SHARED(smem);
   constexpr int rank = 0;
   const unsigned participants = gridDim.x;
@@ -291,7 +269,7 @@ extern "C" __global__ void __launch_bounds__(224, 2) rmsnorm_rope_backward(ARGUM
                       kExact ? kColumns : args.columns, rank, smem};
   const unsigned participant = strategy.begin();
 
-  const Rows rows{args, args.rows, (args.rows + kBatchRows - 1) / kBatchRows, rank * kColumns,
+  Rows rows{args, args.rows, (args.rows + kBatchRows - 1) / kBatchRows, rank * kColumns,
                   args.columns};
   RowPipeline pipeline(rows, smem);
   row_sums::RowSum row_sum(smem);
@@ -308,13 +286,34 @@ extern "C" __global__ void __launch_bounds__(224, 2) rmsnorm_rope_backward(ARGUM
   float partial[kVectors][kElements] = {};
   RowBlocks blocks(smem);
 
+  // The loop over the batches, of which the compiler makes a copy for each of the calls below: what Rows
+  // says of all batches are constants there.
+  const auto take_batches = [&](bool together, bool wide_numbers) __attribute__((always_inline)) {
+  rows.together = together;
+  rows.wide = wide_numbers;
+  // A batch ahead of its use.
+  GroupPacket next_cos_words[kRowsInFlight][kGroupVectors];
+  load_group(next_cos_words, args.cos, args.cos_stride, rows, schedule.batch);
+  // A batch ahead of its use.
+  GroupPacket next_sin_words[kRowsInFlight][kGroupVectors];
+  load_group(next_sin_words, args.sin, args.sin_stride, rows, schedule.batch);
+
   for (; schedule.batch < rows.batches; schedule.next()) {
     const long long batch = schedule.batch;
     RowPacket xs[kRowsInFlight][kVectors], dys[kRowsInFlight][kVectors];
     GroupPacket cos_words[kRowsInFlight][kGroupVectors];
-    load_group(cos_words, args.cos, args.cos_stride, rows, batch);
+#pragma unroll
+    for (int u = 0; u < (rows.together ? 1 : kRowsInFlight); ++u)
+#pragma unroll
+      for (int j = 0; j < kGroupVectors; ++j) cos_words[u][j] = next_cos_words[u][j];
+    load_group(next_cos_words, args.cos, args.cos_stride, rows, schedule.ahead(1));
     GroupPacket sin_words[kRowsInFlight][kGroupVectors];
-    load_group(sin_words, args.sin, args.sin_stride, rows, batch);
+#pragma unroll
+    for (int u = 0; u < (rows.together ? 1 : kRowsInFlight); ++u)
+#pragma unroll
+      for (int j = 0; j < kGroupVectors; ++j) sin_words[u][j] = next_sin_words[u][j];
+    load_group(next_sin_words, args.sin, args.sin_stride, rows, schedule.ahead(1));
+    if (schedule.ahead(1) >= rows.batches) strategy.announce(participant);
     pipeline.await();
     pipeline.read(xs, dys, batch);
     RowPacket partner_dys[kRowsInFlight][kVectors];
@@ -329,7 +328,7 @@ extern "C" __global__ void __launch_bounds__(224, 2) rmsnorm_rope_backward(ARGUM
         const Packet<kWeightBytes> w = weights[j];
 #pragma unroll
         for (int i = 0; i < kElements; ++i) {
-          const float dn = __fmaf_rn(element<Element>(dys[u][j].words, i), group_number(cos_words[u][j % kGroupVectors], i, args.wide_groups), __fmul_rn((rows.column(j) < kHalf) ? element<Element>(partner_dys[u][j].words, i) : -element<Element>(partner_dys[u][j].words, i), group_number(sin_words[u][j % kGroupVectors], i, args.wide_groups)));
+          const float dn = __fmaf_rn(element<Element>(dys[u][j].words, i), group_number(cos_words[rows.together ? 0 : u][j % kGroupVectors], i, rows.wide), __fmul_rn((rows.column(j) < kHalf) ? element<Element>(partner_dys[u][j].words, i) : -element<Element>(partner_dys[u][j].words, i), group_number(sin_words[rows.together ? 0 : u][j % kGroupVectors], i, rows.wide)));
           // Of x^2, and of x * w * the gradient of what is normalized.
           sum[u] = __fmaf_rn(element<Element>(xs[u][j].words, i), element<Element>(xs[u][j].words, i), sum[u]);
           sum[kRowsInFlight + u] = __fmaf_rn(element<Element>(xs[u][j].words, i), __fmul_rn(weight_of(w, i, args.weight_offset), dn), sum[kRowsInFlight + u]);
@@ -348,7 +347,7 @@ extern "C" __global__ void __launch_bounds__(224, 2) rmsnorm_rope_backward(ARGUM
       const float mean = __fmul_rn(__fmul_rn(sum[kRowsInFlight + u], rstd), inverse_columns);
       const float correction = -__fmul_rn(__fmul_rn(rstd, rstd), mean);
       // Where the thread's first vector goes; the others lie at constant distances.
-      Element* const dx_to = args.dx + rows.start(row, args.dx_stride, args.dx_gap) + rows.column(0);
+      Element* const dx_to = args.dx + rows.start_in(batch, u, args.dx_stride, args.dx_gap) + rows.column(0);
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
         const int column = rows.column(j);
@@ -356,11 +355,11 @@ extern "C" __global__ void __launch_bounds__(224, 2) rmsnorm_rope_backward(ARGUM
         float out[kElements];
 #pragma unroll
         for (int i = 0; i < kElements; ++i) {
-          const float xe = element<Element>(xs[u][j].words, i), scaled = __fmul_rn(rstd, __fmaf_rn(element<Element>(dys[u][j].words, i), group_number(cos_words[u][j % kGroupVectors], i, args.wide_groups), __fmul_rn((rows.column(j) < kHalf) ? element<Element>(partner_dys[u][j].words, i) : -element<Element>(partner_dys[u][j].words, i), group_number(sin_words[u][j % kGroupVectors], i, args.wide_groups))));  // rstd * dn
+          const float xe = element<Element>(xs[u][j].words, i), scaled = __fmul_rn(rstd, __fmaf_rn(element<Element>(dys[u][j].words, i), group_number(cos_words[rows.together ? 0 : u][j % kGroupVectors], i, rows.wide), __fmul_rn((rows.column(j) < kHalf) ? element<Element>(partner_dys[u][j].words, i) : -element<Element>(partner_dys[u][j].words, i), group_number(sin_words[rows.together ? 0 : u][j % kGroupVectors], i, rows.wide))));  // rstd * dn
           out[i] = __fmaf_rn(weight_of(w, i, args.weight_offset), scaled, __fmul_rn(correction, xe));
           partial[j][i] = __fmaf_rn(xe, scaled, partial[j][i]);
         }
-        if (args.dx != nullptr && row < args.rows && rows.owns(j, column)) {
+        if (args.dx != nullptr && rows.has(row) && rows.owns(j, column)) {
           RowPacket packet;
           narrow<Element, kElements>(packet.words, out);
           store_row<kVectorBytes>(dx_to + j * kThreadsPerRow * kElements, packet);
@@ -370,6 +369,14 @@ extern "C" __global__ void __launch_bounds__(224, 2) rmsnorm_rope_backward(ARGUM
     pipeline.advance();
     blocks.end_batch(partial);
   }
+  };
+  const bool wide_numbers = sizeof(Element) == 4 || args.wide_groups;
+  if (args.rows == 0 || args.rows % kBatchRows != 0 || args.together % kBatchRows != 0)
+    take_batches(false, wide_numbers);
+  else if (wide_numbers)
+    take_batches(true, true);
+  else
+    take_batches(true, false);
   if (args.dw != nullptr) {
     blocks.finish(partial);
     add_abreast(partial);
@@ -377,4 +384,4 @@ extern "C" __global__ void __launch_bounds__(224, 2) rmsnorm_rope_backward(ARGUM
   }
 }
 
-// Headers: templates/*.cuh, revision 6c07be640045
+// Headers: templates/*.cuh, revision 76cd875d59ec

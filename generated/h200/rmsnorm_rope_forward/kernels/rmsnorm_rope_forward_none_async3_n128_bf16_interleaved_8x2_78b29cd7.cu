@@ -1,4 +1,4 @@
-// rmsnorm_rope_forward_none_direct_n128_bf16_interleaved_8x4_746dff19
+// rmsnorm_rope_forward_none_async3_n128_bf16_interleaved_8x2_78b29cd7
 //
 // y = n * cos + rotate_half(n) * sin with n = rmsnorm(x) * w, and rotate_half(n) = -n of the
 // second half of a row in front of n of the first.
@@ -16,13 +16,13 @@ constexpr int kCluster = 1;  // CTAs that share a row
 constexpr int kThreadsPerRow = 8;
 constexpr int kTeamThreads = 32;  // those of a row, but at least a warp
 constexpr int kRowsAbreast = 4;  // rows that parts of a warp work on side by side
-constexpr int kTeams = 4;  // of a CTA, each with rows of its own
-constexpr int kThreads = 128;  // of one CTA
-constexpr int kRowsInFlight = 1;  // rows that a thread works on at once
-constexpr int kBatchRows = 4;  // rows of a batch: kRowsInFlight * kRowsAbreast
-constexpr int kStages = 1;  // batches under way in shared memory
+constexpr int kTeams = 2;  // of a CTA, each with rows of its own
+constexpr int kThreads = 64;  // of one CTA
+constexpr int kRowsInFlight = 2;  // rows that a thread works on at once
+constexpr int kBatchRows = 8;  // rows of a batch: kRowsInFlight * kRowsAbreast
+constexpr int kStages = 3;  // batches under way in shared memory
 constexpr int kStageBarriers = 0;  // transaction barriers of one team's stages
-constexpr int kReload = 0;  // x and dy are read again for dx
+constexpr int kReload = 1;  // x and dy are read again for dx
 constexpr int kVectorBytes = 16;
 constexpr int kElements = 8;  // elements of x in a vector
 constexpr int kVectors = 2;  // vectors of a row in one thread
@@ -46,7 +46,7 @@ constexpr int kTilesOffset = 128;
 #define ROW_POLICY ".reg .b64 policy; createpolicy.fractional.L2::evict_last.b64 policy, 1.0; "
 #define ROW_HINT ".L2::cache_hint"
 #define ROW_OPERAND ", policy"
-#define ROW_STORE ".cs"
+#define ROW_STORE ""
 #define LEAST_COLUMNS 128  // of a row
 
 #include "primitives.cuh"
@@ -89,6 +89,8 @@ struct Arguments {
   long long group_factor, period_factor;
   unsigned period;
   int wide_groups;  // their numbers are fp32, not of the rows' dtype
+  // Of every so many rows from the first on, all are of one group and lie at one stride.
+  unsigned together;
 };
 
 // The part of the matrices that this CTA works on.
@@ -97,6 +99,9 @@ struct Rows {
   long long count, batches;  // every batch has an index below `batches`
   int first_column;  // of this CTA: 0 unless a cluster shares the row
   int columns;       // where the row ends, or this CTA's part of a row of any length
+  // Whether the rows of every batch exist, are of one group, and lie at one stride; and whether what a
+  // group shares is fp32. Constants where it matters: the loop over the batches has a copy for each case.
+  bool together = false, wide = true;
 
   DEVICE int column(int vector) const {
     return first_column + (vector * kThreadsPerRow + static_cast<int>(row_thread())) * kElements;
@@ -116,6 +121,16 @@ struct Rows {
   DEVICE long long start(long long row, long long stride, long long gap) const {
     return row * stride + __umulhi(static_cast<unsigned>(row), arguments.gaps) * gap;
   }
+  DEVICE bool has(long long row) const { return together || row < count; }
+  // Where the thread's row u of a batch begins.
+  DEVICE long long start_in(long long batch, int u, long long stride, long long gap) const {
+    if (!together) return start(row_of(batch, u), stride, gap);
+    return start(batch * kBatchRows, stride, gap) + (u * kRowsAbreast + row_abreast()) * stride;
+  }
+  // Where the first vector is that the thread has of it.
+  DEVICE const Element* x_in(long long batch, int u) const {
+    return arguments.x + start_in(batch, u, arguments.x_stride, arguments.x_gap) + column(0);
+  }
 };
 
 #include "row_sum.cuh"
@@ -123,33 +138,82 @@ struct Rows {
 
 #include "schedule.cuh"
 
-// ---- Rows: plain vector loads into registers -------------------------------------------------
-// dx may not be the memory of dy: these loads are ld.global.nc, for memory that nobody writes.
+// ---- Rows: cp.async into stages in shared memory ---------------------------------------------
+// A thread copies exactly the vectors that it reads, so it only has to wait for its own groups. It
+// commits one group per batch, also past the end, so that "all but the newest kAhead - 1" always
+// includes the batch that is due.
+// A slot is refilled by the thread that read it, and an asynchronous copy follows the earlier
+// instructions of its own thread (PTX ISA, asynchronous operations).
+// dx may be the memory of dy: a thread writes only elements that it has copied itself, and it has waited
+// for those copies. Later reads, also those of a reload, are of the copy.
 
 struct RowPipeline {
-  const Rows& rows;
+  static constexpr int kTileBytes = kVectors * kThreads * kVectorBytes;  // one row of every team
+  static constexpr int kResidualTileBytes = kResidual * kVectors * kThreads * kResidualBytes;
+  static constexpr int kStageBytes = kRowsInFlight * (1 * kTileBytes + kResidualTileBytes);
+  static constexpr int kAhead = kStages - kReload;
 
-  DEVICE RowPipeline(const Rows& r, unsigned char*) : rows(r) {}
-  DEVICE void start(const Schedule&) {}
-  DEVICE void await() {}
-  DEVICE void read(RowPacket (&x)[kRowsInFlight][kVectors], long long batch) {
+  const Rows& rows;
+  unsigned char* const first;  // this thread's first vector in the first stage
+  unsigned char* due;          // and in the stage of the batch that is due
+
+  DEVICE RowPipeline(const Rows& r, unsigned char* smem)
+      : rows(r), first(smem + kTilesOffset + threadIdx.x * kVectorBytes), due(first) {}
+
+  // Vectors of consecutive threads are neighbours: no bank conflicts.
+  DEVICE static unsigned char* slot(unsigned char* stage, int tensor, int u, int j) {
+    return stage + (tensor * kRowsInFlight + u) * kTileBytes + j * kThreads * kVectorBytes;
+  }
+  DEVICE static unsigned char* residual_slot(unsigned char* stage, int u, int j, int chunk) {
+    constexpr int kChunk = kChunkOf<kResidualBytes>;
+    // `stage` already has threadIdx.x * kVectorBytes in it, hence the difference at the end.
+    return stage + 1 * kRowsInFlight * kTileBytes + u * kResidualTileBytes +
+           (j * (kResidualBytes / kChunk) + chunk) * kThreads * kChunk +
+           static_cast<int>(threadIdx.x) * (kChunk - kVectorBytes);
+  }
+  DEVICE void fetch(long long batch, unsigned char* into) {
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) {
       const long long row = row_of(batch, u);
-      const bool valid = row < rows.count;
-      const Element* const x_from = rows.x(row, rows.column(0));
+      const bool exists = rows.together ? batch < rows.batches : row < rows.count;
+      const Element* const x_from = rows.x_in(batch, u);
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
         const int column = rows.column(j);
+        if (exists && rows.owns(j, column)) {
+          copy_async<kVectorBytes>(slot(into, 0, u, j), x_from + j * kThreadsPerRow * kElements);
+        }
+      }
+    }
+    copy_async_commit();
+  }
+  // The address is advanced here, too. If NVRTC 13.0 splits the address of a copy with a cache policy
+  // into a thread's register and a uniform one, it emits an illegal instruction.
+  DEVICE void start(const Schedule& schedule) {
+    unsigned char* into = first;
+#pragma unroll 1
+    for (int s = 0; s < kAhead; ++s, into += kStageBytes) fetch(schedule.ahead(s), into);
+  }
+  DEVICE void await() { copy_async_wait<kAhead - 1>(); }
+  DEVICE void read(RowPacket (&x)[kRowsInFlight][kVectors], long long batch) {
+#pragma unroll
+    for (int u = 0; u < kRowsInFlight; ++u) {
+      const bool valid = rows.has(row_of(batch, u));
+#pragma unroll
+      for (int j = 0; j < kVectors; ++j) {
         x[u][j] = RowPacket{};
-        if (valid && rows.owns(j, column)) {
-          x[u][j] = load_row<kVectorBytes>(x_from + j * kThreadsPerRow * kElements);
+        if (valid && rows.owns(j, rows.column(j))) {
+          x[u][j] = load_shared_packet<kVectorBytes>(slot(due, 0, u, j));
         }
       }
     }
   }
-  DEVICE void refill(const Schedule&) {}
-  DEVICE void advance() {}
+  DEVICE unsigned char* last() const { return first + (kStages - 1) * kStageBytes; }
+  // With a reload, the stage of this batch is still needed, so the one before it is refilled.
+  DEVICE void refill(const Schedule& schedule) {
+    fetch(schedule.ahead(kAhead), !kReload ? due : due == first ? last() : due - kStageBytes);
+  }
+  DEVICE void advance() { due = due == last() ? first : due + kStageBytes; }
 };
 
 // ---- Pairs of columns ---------------------------------------------------------------------------
@@ -182,20 +246,23 @@ DEVICE long long group_start(const Arguments& args, long long row, long long str
   const unsigned group = quotient(static_cast<unsigned>(row), args.group_factor);
   return (group - quotient(group, args.period_factor) * args.period) * stride;
 }
+// Those of all rows of a batch. Where they are of one group, those of its first row, and past the end those
+// of the last batch again, which nobody uses.
 DEVICE void load_group(GroupPacket (&into)[kRowsInFlight][kGroupVectors], const void* from,
                        long long stride, const Rows& rows, long long batch) {
-  const bool wide = sizeof(Element) == 4 || rows.arguments.wide_groups;
 #pragma unroll
-  for (int u = 0; u < kRowsInFlight; ++u) {
-    const long long row = row_of(batch, u);
+  for (int u = 0; u < (rows.together ? 1 : kRowsInFlight); ++u) {
+    const long long last = rows.batches - 1;
+    const long long row = rows.together ? (batch < last ? batch : last) * kBatchRows : row_of(batch, u);
+    const bool exists = rows.has(row);
     const long long start = group_start(rows.arguments, row, stride);
 #pragma unroll
     for (int j = 0; j < kGroupVectors; ++j) {
       const int column = rows.column(j);
       const long long at = start + column / 2;
       into[u][j] = GroupPacket{};
-      if (row >= rows.count || !rows.owns(j, column)) continue;
-      if (wide) {
+      if (!exists || !rows.owns(j, column)) continue;
+      if (rows.wide) {
         constexpr int kChunk = kChunkOf<2 * kElements>;
 #pragma unroll
         for (int c = 0; c < 2 * kElements / kChunk; ++c)
@@ -212,8 +279,8 @@ DEVICE void load_group(GroupPacket (&into)[kRowsInFlight][kGroupVectors], const 
     }
   }
 }
-DEVICE float group_number(const GroupPacket& packet, int i, int wide) {
-  if (sizeof(Element) == 4 || wide) return __uint_as_float(packet.words[i]);
+DEVICE float group_number(const GroupPacket& packet, int i, bool wide) {
+  if (wide) return __uint_as_float(packet.words[i]);
   return element<Element>(packet.words, i);
 }
 
@@ -223,13 +290,13 @@ DEVICE float group_number(const GroupPacket& packet, int i, int wide) {
 
 // ---- The kernel -----------------------------------------------------------------------------
 
-extern "C" __global__ void  rmsnorm_rope_forward(ARGUMENTS(Arguments, args)) {
+extern "C" __global__ void __launch_bounds__(64, 8) rmsnorm_rope_forward(ARGUMENTS(Arguments, args)) {
   DYNAMIC_SHARED(smem);
   constexpr int rank = 0;
   const unsigned participants = gridDim.x;
   const unsigned participant = blockIdx.x;
 
-  const Rows rows{args, args.rows, (args.rows + kBatchRows - 1) / kBatchRows, rank * kColumns,
+  Rows rows{args, args.rows, (args.rows + kBatchRows - 1) / kBatchRows, rank * kColumns,
                   args.columns};
   RowPipeline pipeline(rows, smem);
   RowSum row_sum(smem);
@@ -244,13 +311,33 @@ extern "C" __global__ void  rmsnorm_rope_forward(ARGUMENTS(Arguments, args)) {
   float inverse_columns = 1.0f / kRowColumns;
   if constexpr (!kExact) inverse_columns = __fdiv_rn(1.0f, static_cast<float>(args.columns));
 
+  // The loop over the batches, of which the compiler makes a copy for each of the calls below: what Rows
+  // says of all batches are constants there.
+  const auto take_batches = [&](bool together, bool wide_numbers) __attribute__((always_inline)) {
+  rows.together = together;
+  rows.wide = wide_numbers;
+  // A batch ahead of its use.
+  GroupPacket next_cos_words[kRowsInFlight][kGroupVectors];
+  load_group(next_cos_words, args.cos, args.cos_stride, rows, schedule.batch);
+  // A batch ahead of its use.
+  GroupPacket next_sin_words[kRowsInFlight][kGroupVectors];
+  load_group(next_sin_words, args.sin, args.sin_stride, rows, schedule.batch);
+
   for (; schedule.batch < rows.batches; schedule.next()) {
     const long long batch = schedule.batch;
     RowPacket xs[kRowsInFlight][kVectors];
     GroupPacket cos_words[kRowsInFlight][kGroupVectors];
-    load_group(cos_words, args.cos, args.cos_stride, rows, batch);
+#pragma unroll
+    for (int u = 0; u < (rows.together ? 1 : kRowsInFlight); ++u)
+#pragma unroll
+      for (int j = 0; j < kGroupVectors; ++j) cos_words[u][j] = next_cos_words[u][j];
+    load_group(next_cos_words, args.cos, args.cos_stride, rows, schedule.ahead(1));
     GroupPacket sin_words[kRowsInFlight][kGroupVectors];
-    load_group(sin_words, args.sin, args.sin_stride, rows, batch);
+#pragma unroll
+    for (int u = 0; u < (rows.together ? 1 : kRowsInFlight); ++u)
+#pragma unroll
+      for (int j = 0; j < kGroupVectors; ++j) sin_words[u][j] = next_sin_words[u][j];
+    load_group(next_sin_words, args.sin, args.sin_stride, rows, schedule.ahead(1));
     pipeline.await();
     pipeline.read(xs, batch);
     float sum[kRowsInFlight] = {};
@@ -273,7 +360,7 @@ extern "C" __global__ void  rmsnorm_rope_forward(ARGUMENTS(Arguments, args)) {
       const long long row = row_of(batch, u);
       const float rstd = __frsqrt_rn(__fmaf_rn(sum[u], inverse_columns, args.eps));
       // Where the thread's first vector goes; the others lie at constant distances.
-      Element* const y_to = args.y + row * args.y_stride + rows.column(0);
+      Element* const y_to = args.y + rows.start_in(batch, u, args.y_stride, 0) + rows.column(0);
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
         const int column = rows.column(j);
@@ -283,9 +370,9 @@ extern "C" __global__ void  rmsnorm_rope_forward(ARGUMENTS(Arguments, args)) {
         for (int i = 0; i < kElements; ++i) {
           const float normalized = __fmul_rn(__fmul_rn(element<Element>(xs[u][j].words, i), rstd), weight_of(w, i, args.weight_offset));
           const float rotated = __fmul_rn(__fmul_rn(element<Element>(xs[u][j].words, i ^ 1), rstd), weight_of(w, i ^ 1, args.weight_offset));
-          out[i] = __fmaf_rn(normalized, group_number(cos_words[u][j % kGroupVectors], i / 2, args.wide_groups), __fmul_rn((i % 2 == 0) ? -rotated : rotated, group_number(sin_words[u][j % kGroupVectors], i / 2, args.wide_groups)));
+          out[i] = __fmaf_rn(normalized, group_number(cos_words[rows.together ? 0 : u][j % kGroupVectors], i / 2, rows.wide), __fmul_rn((i % 2 == 0) ? -rotated : rotated, group_number(sin_words[rows.together ? 0 : u][j % kGroupVectors], i / 2, rows.wide)));
         }
-        if (args.y != nullptr && row < args.rows && rows.owns(j, column)) {
+        if (args.y != nullptr && rows.has(row) && rows.owns(j, column)) {
           RowPacket packet;
           narrow<Element, kElements>(packet.words, out);
           store_row<kVectorBytes>(y_to + j * kThreadsPerRow * kElements, packet);
@@ -294,6 +381,14 @@ extern "C" __global__ void  rmsnorm_rope_forward(ARGUMENTS(Arguments, args)) {
     }
     pipeline.advance();
   }
+  };
+  const bool wide_numbers = sizeof(Element) == 4 || args.wide_groups;
+  if (args.rows == 0 || args.rows % kBatchRows != 0 || args.together % kBatchRows != 0)
+    take_batches(false, wide_numbers);
+  else if (wide_numbers)
+    take_batches(true, true);
+  else
+    take_batches(true, false);
 }
 
 // Headers: templates/*.cuh, revision b34104764457
