@@ -7,7 +7,7 @@ from collections.abc import Callable
 from statistics import geometric_mean
 from typing import Any
 
-from benchmarks.pages.text import generated, read, table
+from benchmarks.pages.text import generated, paragraph, read, table
 from benchmarks.training.layers import TITLES, WAYS
 
 
@@ -72,10 +72,64 @@ def in_two_formats() -> str:
     return table(["time over the floor", "`fp8_1x128`", "`mxfp8_1x32`"], lines)
 
 
+def rope_together() -> str:
+    """Tabulate the H200's kernels of rotated heads over the floor, before batches of one token had
+    a loop of their own and since, in one run."""
+    found = read("rope_together_h200")
+    lines: list[tuple[str, ...]] = []
+    for direction in ("forward", "backward"):
+        of = f"rmsnorm_rope_{direction}:"
+        was, now = (
+            {row["shape"]: row["cells"]["ours"]["ratio"] for row in found[when]}
+            for when in ("before", "after")
+        )
+        shapes = [shape for shape in now if shape.startswith(of)]
+        lines += [(s.removeprefix(of), direction, f"{was[s]:.3f}", f"{now[s]:.3f}") for s in shapes]
+        means = (geometric_mean(one[s] for s in shapes) for one in (was, now))
+        lines.append(("geometric mean", direction, *(f"{mean:.3f}" for mean in means)))
+    return table(["time over the floor", "direction", "before", "now"], lines)
+
+
+CONTENDERS = {
+    "ours": "Normforge",
+    "inductor": "Inductor",
+    "inductor_max": "Inductor, max-autotune",
+    "triton": "plain Triton",
+    "fla": "Flash-Linear-Attention",
+}
+"""The contenders of `benchmarks.neighbours` that are tabulated, and their titles."""
+
+
+def beside_neighbours() -> str:
+    """Tabulate norms fused with their neighbours beside what else computes them on an H200: the
+    geometric means over the floor, of the shapes that a contender serves, and how many these are
+    where it is not all. Below it the shapes at which something else is faster."""
+    rows = read("neighbours_h200")["rows"]
+    lines, faster = [], []
+    for operation in dict.fromkeys(row["shape"].partition(":")[0] for row in rows):
+        own = [row["cells"] for row in rows if row["shape"].startswith(f"{operation}:")]
+        cells = []
+        for name in CONTENDERS:
+            ratios = [one[name]["ratio"] for one in own if "ratio" in one.get(name, {})]
+            some = f" ({len(ratios)})" if len(ratios) < len(own) else ""
+            cells.append(f"{geometric_mean(ratios):.3f}{some}" if ratios else "")
+        lines.append((f"`{operation}`", str(len(own)), *cells))
+    for row in rows:
+        of = {n: c["ratio"] for n, c in row["cells"].items() if "ratio" in c}
+        best = min(of, key=lambda name: of[name])
+        if best != "ours":
+            faster.append((row["shape"], best, of["ours"] / of[best]))
+    tabulated = table(["time over the floor", "shapes", *CONTENDERS.values()], lines)
+    each = "; ".join(f"`{s}`: {CONTENDERS[n]}, by {100 * (r - 1):.1f} %" for s, n, r in faster)
+    return f"{tabulated}\n\n{paragraph(f'Faster at {len(faster)} of {len(rows)} shapes: {each}.')}"
+
+
 LAYERS_BLOCKS: dict[str, Callable[[], str]] = {
     "layers": layers,
     "layers_with_sums": layers_with_sums,
     "layers_with_sums_h100": layers_with_sums_h100,
     "fewer_instructions": fewer_instructions,
     "in_two_formats": in_two_formats,
+    "rope_together": rope_together,
+    "beside_neighbours": beside_neighbours,
 }
