@@ -104,7 +104,8 @@ def beside_neighbours() -> str:
     """Tabulate norms fused with their neighbours beside what else computes them on an H200: the
     geometric means over the floor, of the shapes that a contender serves, and how many these are
     where it is not all. Below it the shapes at which something else is faster."""
-    rows = read("neighbours_h200")["rows"]
+    found = read("neighbours_h200")
+    rows, packages = found["rows"], found["environment"]["packages"]
     lines, faster = [], []
     for operation in dict.fromkeys(row["shape"].partition(":")[0] for row in rows):
         own = [row["cells"] for row in rows if row["shape"].startswith(f"{operation}:")]
@@ -115,13 +116,27 @@ def beside_neighbours() -> str:
             cells.append(f"{geometric_mean(ratios):.3f}{some}" if ratios else "")
         lines.append((f"`{operation}`", str(len(own)), *cells))
     for row in rows:
-        of = {n: c["ratio"] for n, c in row["cells"].items() if "ratio" in c}
+        of = {n: c["ratio"] for n, c in row["cells"].items() if n in CONTENDERS and "ratio" in c}
         best = min(of, key=lambda name: of[name])
         if best != "ours":
-            faster.append((row["shape"], best, of["ours"] / of[best]))
+            said = f"`{row['shape']}`: {CONTENDERS[best]}, by {of['ours'] / of[best] - 1:.1%}"
+            faster.append(f"{said.replace('%', ' %')}{_since(row['shape'], packages)}")
     tabulated = table(["time over the floor", "shapes", *CONTENDERS.values()], lines)
-    each = "; ".join(f"`{s}`: {CONTENDERS[n]}, by {100 * (r - 1):.1f} %" for s, n, r in faster)
-    return f"{tabulated}\n\n{paragraph(f'Faster at {len(faster)} of {len(rows)} shapes: {each}.')}"
+    said = f"Faster at {len(faster)} of {len(rows)} shapes: {'; '.join(faster)}."
+    return f"{tabulated}\n\n{paragraph(said)}"
+
+
+def _since(shape: str, measured: dict[str, Any]) -> str:
+    """Say what the finals of a shape gave that was tuned again after the comparison, "" for
+    others."""
+    operation, _, size = shape.partition(":")
+    for entry in generated("h200", operation, "table.json")["tuned"]:
+        if (
+            f"{operation}:{size}@" in entry["provenance"]["study"]
+            and entry["kernel"]["digest"] not in measured[operation]["cubins"].values()
+        ):
+            return f" (tuned again since: {entry['provenance']['ratio']:.3f} in its finals)"
+    return ""
 
 
 LAYERS_BLOCKS: dict[str, Callable[[], str]] = {
