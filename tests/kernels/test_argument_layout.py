@@ -300,6 +300,15 @@ def test_a_factor_divides_every_number_or_there_is_none(
         assert one * factor < 1 << 64
 
 
+@pytest.mark.parametrize(
+    ("heads", "inner", "run"), [(8, 0, 8), (8, 8, 8), (32, 8, 8), (8, 32, 8), (12, 8, 4)]
+)
+def test_runs_have_neither_the_end_of_a_group_nor_a_gap(heads: int, inner: int, run: int) -> None:
+    assert of_groups(96, heads, 4, wide=False, inner=inner)[-1] == run
+    found = {heads * i for i in range(1, 97)} | ({inner * i for i in range(1, 97)} - {0})
+    assert all(end % run == 0 for end in found)
+
+
 def test_rows_beyond_what_kernels_number_are_refused() -> None:
     with pytest.raises(ValueError, match="kernels cannot number 2000000000 rows, 24 to each"):
         of_groups(2_000_000_000, 24, 1 << 27, wide=False)
