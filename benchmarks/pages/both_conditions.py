@@ -1,8 +1,8 @@
-"""Measured numbers about ours beside all peers under one or both conditions, rotation first."""
+"""Measured numbers about ours beside all peers under both conditions, rotation first."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 
 from benchmarks.goals import geometric_mean
@@ -16,19 +16,25 @@ ORDER = {ROTATION: "Under rotation", FLUSH: "After a flush"}
 """The conditions as pages show them: first the one that is closest to training."""
 
 
-def under(name: str, conditions: Iterable[str] = ORDER) -> str:
+def under(name: str) -> str:
     """Ours and all peers over the floor, and the peers' lowest times over ours."""
-    found = {condition: comparison(name.format(condition)) for condition in conditions}
+    found = {condition: comparison(name.format(condition)) for condition in ORDER}
     ours = (f"**{one.ours:.3f}**" for one in found.values())
     lines = [["**Normforge**", *ours, *[""] * len(found)]]
     standings = {
         condition: {peer.name: peer for peer in one.standings} for condition, one in found.items()
     }
     for peer in found[ROTATION].standings:
-        over = [f"{standings[condition][peer.name].over_floor:.3f}" for condition in found]
+        here = [standings[condition][peer.name] for condition in found]
+        partly = [
+            f" ({_shapes(one.shapes)})" * (one.shapes < len(all_of.rows))
+            for one, all_of in zip(here, found.values(), strict=True)
+        ]
+        alike = partly[0] * (len(set(partly)) == 1)  # said once, beside the name
+        apart = [""] * len(here) if alike else partly
+        over = [f"{one.over_floor:.3f}{said}" for one, said in zip(here, apart, strict=True)]
         least = [f"{min(one.over_ours(peer.name).values()):.3f}" for one in found.values()]
-        partly = f" ({_shapes(peer.shapes)})" * (peer.shapes < len(found[ROTATION].rows))
-        lines.append([f"{peer.title} {peer.version}{partly}", *over, *least])
+        lines.append([f"{peer.title} {peer.version}{alike}", *over, *least])
     header = [f"time / floor, {condition}" for condition in found]
     header += [f"lowest time / Normforge's, {condition}" for condition in found]
     said = " ".join(f"{ORDER[condition]}, {_closest(one)}." for condition, one in found.items())
@@ -80,7 +86,7 @@ def fp32_weights_on_h100() -> str:
 
 
 BOTH_CONDITIONS_BLOCKS: dict[str, Callable[[], str]] = {
-    "on_h200": partial(under, "h200_{}", [ROTATION]),
+    "on_h200": partial(under, "h200_{}"),
     "on_h200_in_short": on_h200_in_short,
     "on_h100": partial(under, "h100_{}"),
     "fp32_weights_on_h100": fp32_weights_on_h100,

@@ -36,29 +36,6 @@ def comparison(name: str = "h200") -> Comparison:
     return found
 
 
-def peers() -> str:
-    """Every implementation over the floor, and the peers over ours."""
-    found = comparison()
-    rows = [("**Normforge**", f"**{found.ours:.2f}**", "")]
-    rows += [
-        (f"{peer.title} {peer.version}", f"{peer.over_floor:.2f}", f"{peer.over_ours:.2f}")
-        for peer in found.standings
-    ]
-    header = ["", "time / floor (geometric mean)", "time / Normforge's"]
-    return "\n".join((table(header, rows), "", _closest(found)))
-
-
-def _closest(found: Comparison) -> str:
-    """Say how long the closest peer takes, or at which shape one is farthest ahead."""
-    least, where = found.least
-    return (
-        f"No peer is faster at any of the {len(found.rows)} shapes."
-        f" The closest one takes {100 * (least - 1):.0f} % longer, at {where}."
-        if least > 1
-        else f"At {where}, a peer takes {least:.2f} times as long."
-    )
-
-
 def forward_peers() -> str:
     """The forward kernels and those of other libraries over `torch.mul`, and over ours."""
     document = read("forward_h200")
@@ -203,7 +180,6 @@ def _without_cudnn() -> str:
 COMPARISON_BLOCKS: dict[str, Callable[[], str]] = {
     "forward_peers": forward_peers,
     "flushes": flushes,
-    "peers": peers,
     "layernorm": layernorm,
     "overhead": overhead,
 }

@@ -24,7 +24,6 @@ _LOAD_HINT = {
     "streaming": ".cs.nc",
     "evict_last": ".nc",  # and a cache policy
 }
-_PRIORITIES = ("evict_last",)
 _STORE_HINT = {"default": "", "streaming": ".cs"}
 
 _COMMENT_OR_LITERAL = re.compile(
@@ -146,7 +145,7 @@ def render(variant: Variant, *, comments: bool = True, include: bool = False) ->
         determinism=variant.determinism,
         constants=_constants(variant, comments),
         row_load=_LOAD_HINT[variant["load_hint"]],
-        row_priority=variant["load_hint"] if variant["load_hint"] in _PRIORITIES else "",
+        row_priority="evict_last" if variant["load_hint"] == "evict_last" else "",
         row_store=_STORE_HINT[variant["store_hint"]],
         element=ELEMENT_TYPE[variant.dtype],
         weight_element=ELEMENT_TYPE[variant.weight_dtype],
@@ -247,7 +246,9 @@ def _constants(v: Variant, comments: bool) -> list[str]:
     if v.shifted:
         rows.append(("kStageRowBytes", v.stage_row_bytes, "of the vectors that a row touches"))
     if v.signature.scales:
-        rows.append(("kBlockColumns", v.signature.scales.block, "columns that share a scale"))
+        rows.append(("kBlockColumns", v.block_columns, "columns that share a scale"))
+        rows.append(("kBlockVectors", v.block_vectors, "vectors of a thread that do"))
+        rows.append(("kBlockLanes", v.block_lanes, "threads that do"))
     if v.block_batches:
         rows.append(("kBlockBatches", v.block_batches, "batches that are added up at once"))
         rows.append(("kBlockSumsOffset", v.block_sums_offset, ""))

@@ -20,6 +20,9 @@ from normforge.spec import ceil_div, round_up
 VECTOR = 16
 """Bytes of the vectors of the copy engine, and of rows that are no whole vectors."""
 
+_BANKS = 128
+"""Bytes of all banks of shared memory: what 8 threads read at once in vectors of 16 bytes."""
+
 Config = Mapping[str, int | str]
 """Knob name to value, for every knob of the space."""
 
@@ -205,6 +208,19 @@ class RowGeometry(ItemSizes):
     def block_columns(self) -> int:
         """Columns that share a scale of what is quantized; 1 where nothing is."""
         return self.signature.scales.block if self.signature.scales else 1
+
+    @property
+    def block_vectors(self) -> int:
+        """Vectors of a thread in a block of columns that share a scale: the more, the fewer threads
+        have to agree on it. Those still read all banks of shared memory at once."""
+        span = self.block_columns // self.elements * self["vector_bytes"]
+        fit = (n for n in (4, 2) if self.vectors % n == 0 and span // n >= _BANKS)
+        return next(fit, 1)
+
+    @property
+    def block_lanes(self) -> int:
+        """Threads that have columns of such a block."""
+        return self.block_columns // (self.elements * self.block_vectors)
 
     @property
     def own_partners(self) -> bool:

@@ -6,6 +6,7 @@ struct BlockScale {
   unsigned value;
   float inverse;
 
+  BlockScale() = default;
   DEVICE explicit BlockScale(float amax) {
     const unsigned exponent = __float_as_uint(amax) >> 23;
     const bool finite = exponent < 255;

@@ -23,6 +23,7 @@ struct BlockScale {
   float value, inverse, rest;
   bool divides;
 
+  BlockScale() = default;
   DEVICE BlockScale(float amax, bool power_of_two) {
     value = __fmul_rn(larger_magnitude(amax, 1e-10f), 1.0f / 448.0f);
     if (power_of_two && value == value)

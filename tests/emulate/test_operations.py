@@ -241,23 +241,29 @@ PLANTED: dict[str, list[tuple[str, str, str]]] = {
     "rmsnorm_fp8_forward": [
         ("mask = kBlockLanes / 2", "mask = 0", r"y8\[.*off"),  # of a thread alone
         ("mask = kBlockLanes / 2", "mask = kBlockLanes / 4", r"y8\[.*off"),
+        ("if (j % kBlockVectors != 0)", "if (false)", r"y8\[.*off"),  # of its first vector
         (
-            " && row_thread() % kBlockLanes == 0",
+            "if (row_thread() % kBlockLanes != 0) return;",
             "",
-            r"writes y_scales\[\d+, \d+\] a second time",
+            r"writes y_scales\[\d+, \d+\] a second",
         ),
         (
-            "(scale.quotient(values[i]), scale.quotient(values[i + 1]))",
-            "(scale.quotient(values[i + 1]), scale.quotient(values[i]))",
+            "(quotient(values[i]), quotient(values[i + 1]))",
+            "(quotient(values[i + 1]), quotient(values[i]))",
             r"y8\[.*off",
+        ),
+        (
+            "+ vector % kBlockVectors * kBlockLanes)",
+            "+ vector % kBlockVectors)",
+            r"y8\[.*off|writes",
         ),
         ("/ 448.0f", "/ 447.0f", r"y_scales\[.*off"),
         ("args.rounded != 0.0f", "true", r"y8\[.*off"),
         ("args.powers != 0.0f", "true", r"y_scales\[.*off"),
     ],
 }
-ODD_ROWS = {"layernorm_forward": "42x1000:bf16"}
-"""Rows with threads that have no elements, for bugs of these."""
+SHAPES = {"layernorm_forward": "42x1000:bf16", "rmsnorm_fp8_forward": "42x2048:bf16"}
+"""Rows with threads that have no elements, and with two vectors a thread, for bugs of these."""
 
 
 @pytest.mark.parametrize(
@@ -266,7 +272,7 @@ ODD_ROWS = {"layernorm_forward": "42x1000:bf16"}
 def test_planted_wrong_kernel_is_caught(
     name: str, old: str, new: str, found: str, target: Target
 ) -> None:
-    problem = Problem.parse(ODD_ROWS.get(name, "42x1024:bf16"), name)
+    problem = Problem.parse(SHAPES.get(name, "42x1024:bf16"), name)
     variant = small(problem, target)
     source = render(variant)
     assert old in source

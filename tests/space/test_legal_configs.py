@@ -8,9 +8,11 @@ from dataclasses import replace
 import pytest
 
 from generator.kernels.strategies import REDUCTION_KNOBS
+from generator.kernels.variant import Variant
 from generator.problem import Problem
 from generator.space.expressions import Names
 from generator.space.legal_configs import LegalConfigs
+from tests.support.emulator import legal
 from tests.support.synthetic import LEGAL, PROBLEM, SPACE, TARGET
 
 
@@ -124,3 +126,27 @@ def test_a_recorded_config_gets_what_the_space_says_of_a_later_knob() -> None:
         wanted = {**config, "arrival": arrival}
         recorded = {name: value for name, value in config.items() if name != "arrival"}
         assert legal.today(recorded) == legal.complete(recorded) == wanted
+
+
+@pytest.mark.parametrize(
+    ("columns", "served"),
+    [
+        (5120, {160, 320}),
+        (7168, {224, 448}),
+        (2304, {288}),
+        (5376, {224}),
+        (4096, set()),
+        (4095, {160, 224, 288, 320, 448}),  # no whole vectors
+    ],
+)
+def test_numbers_of_threads_for_few_lengths_are_searched_where_they_share_rows_evenly(
+    columns: int, served: set[int]
+) -> None:
+    problem = Problem.parse(f"16384x{columns}:bf16")
+    few = {160, 224, 288, 320, 448}
+    found = {
+        threads
+        for threads in few
+        if isinstance(legal(problem, TARGET, pipeline="direct", threads_per_row=threads), Variant)
+    }
+    assert found == served

@@ -44,6 +44,8 @@ constexpr int kWeightOffset = 384;  // bytes into shared memory; not args.weight
 constexpr int kBroadcastOffset = 384;
 constexpr int kTilesOffset = 25088;
 constexpr int kBlockColumns = 128;  // columns that share a scale
+constexpr int kBlockVectors = 2;  // of a thread that do
+constexpr int kBlockLanes = 8;  // threads that do
 constexpr int kBlockBatches = 16;  // batches that are added up at once
 constexpr int kBlockSumsOffset = 400;
 #define ROW_LOAD ".nc"
@@ -101,7 +103,44 @@ struct Arguments {
   float powers;
 };
 
-#include "rows.cuh"
+// The part of the matrices that this CTA works on.
+struct Rows {
+  const Arguments& arguments;
+  long long count, batches;  // every batch has an index below `batches`
+  int first_column;  // of this CTA: 0 unless a cluster shares the row
+  int columns;       // where the row ends, or this CTA's part of a row of any length
+
+  // The columns from a thread's first vector to another one. Its vectors of a block are as far apart as
+  // those of the block's threads reach, so that these always have neighbouring vectors.
+  DEVICE static constexpr int distance(int vector) {
+    return (vector / kBlockVectors * kBlockVectors * kThreadsPerRow + vector % kBlockVectors * kBlockLanes) * kElements;
+  }
+  DEVICE int column(int vector) const {
+    const int thread = static_cast<int>(row_thread()), block = thread / kBlockLanes, lane = thread % kBlockLanes;
+    return first_column + block * kBlockColumns + lane * kElements + distance(vector);
+  }
+  // Whether the row extends into the thread's vector that begins at this column. A kernel for many N
+  // checks only vectors past the smallest N (in a cluster, all), since a check costs as much as an
+  // element.
+  DEVICE bool owns(int vector, int column) const {
+    if constexpr (!kExact)
+      if ((vector + 1) * kThreadsPerRow * kElements <= LEAST_COLUMNS) return true;
+    if constexpr (kColumns == kVectors * kThreadsPerRow * kElements && kExact) return true;
+    return column < (kExact ? first_column + kColumns : columns);
+  }
+  DEVICE const Element* x(long long row, int column) const {
+    return arguments.x + start(row, arguments.x_stride, arguments.x_gap) + column;
+  }
+  DEVICE const Element* dy(long long row, int column) const {
+    return arguments.dy + start(row, arguments.dy_stride, arguments.dy_gap) + column;
+  }
+  DEVICE const ResidualElement* dresidual(long long row, int column) const {
+    return arguments.dresidual + row * arguments.dresidual_stride + column;
+  }
+  DEVICE long long start(long long row, long long stride, long long gap) const {
+    return row * stride + __umulhi(static_cast<unsigned>(row), arguments.gaps) * gap;
+  }
+};
 
 // ---- The sum over a row ----------------------------------------------------------------------
 
@@ -215,51 +254,94 @@ struct RowSum {
 #include "scales_fp32.cuh"
 
 // ---- FP8 with a scale for each block of columns ---------------------------------------------------
-// A block lies in one vector of each of kBlockLanes neighbouring threads of a warp. Where a thread has no
-// element, it has 0, and so have all threads of its block.
+// A block lies in kBlockVectors vectors of each of kBlockLanes neighbouring threads of a warp. Where a
+// thread has no element, it has 0, and so have all threads of its block.
 // Memory ordering. Nothing but registers is exchanged.
 
-constexpr int kBlockLanes = kBlockColumns / kElements;
-static_assert(kBlockColumns % kElements == 0 && kBlockLanes <= 32 && kThreadsPerRow % kBlockLanes == 0,
+static_assert(kElements * kBlockVectors * kBlockLanes == kBlockColumns && kVectors % kBlockVectors == 0 &&
+                  kBlockLanes <= 32 && kThreadsPerRow % kBlockLanes == 0,
               "the threads of a block are neighbours");
+constexpr int kThreadBlocks = kVectors / kBlockVectors;
 constexpr int kRowBlocks = kRowColumns / kBlockColumns;
 static_assert(kExact && kColumns % kBlockColumns == 0, "blocks are whole");
 
-// The largest magnitude in the block; NaN if it has one. All lanes of a warp come here together: teams are
-// whole warps, and all their threads go through every batch.
-DEVICE float block_amax(const float (&values)[kElements]) {
-  float amax = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kElements; ++i) amax = larger_magnitude(amax, values[i]);
-#pragma unroll
-  for (int mask = kBlockLanes / 2; mask > 0; mask /= 2)
-    amax = larger_magnitude(amax, shuffle_xor(amax, mask));
-  return amax;
-}
-
 // Rounds to the dtype of the rows.
-DEVICE void round_to_rows(float (&values)[kElements]) {
-  RowPacket packet;
-  narrow<Element, kElements>(packet.words, values);
+DEVICE void round_to_rows(float (&values)[kVectors][kElements]) {
 #pragma unroll
-  for (int i = 0; i < kElements; ++i) values[i] = element<Element>(packet.words, i);
+  for (int j = 0; j < kVectors; ++j) {
+    RowPacket packet;
+    narrow<Element, kElements>(packet.words, values[j]);
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) values[j][i] = element<Element>(packet.words, i);
+  }
 }
 
-DEVICE Packet<kElements> quantized(const float (&values)[kElements], const BlockScale& scale) {
-  Packet<kElements> packet{};
+// The scales of the thread's blocks in a row.
+struct RowScales {
+  BlockScale scales[kThreadBlocks];
+
+  // All lanes of a warp come here together: teams are whole warps, and all their threads go through every
+  // batch. Every step is done for all blocks before the next, so that they do not wait for one another.
+  template <typename... Options>
+  DEVICE explicit RowScales(const float (&values)[kVectors][kElements], Options... options) {
+    float amax[kVectors] = {};  // NaN if there is one
 #pragma unroll
-  for (int i = 0; i < kElements; i += 2)
-    packet.words[i / 4] |= pack_e4m3(scale.quotient(values[i]), scale.quotient(values[i + 1]))
-                           << (i % 4 * 8);
-  if (scale.divides) {  // which is rare
-    packet = {};
+    for (int i = 0; i < kElements; ++i)
+#pragma unroll
+      for (int j = 0; j < kVectors; ++j) amax[j] = larger_magnitude(amax[j], values[j][i]);
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j)
+      if (j % kBlockVectors != 0)
+        amax[j / kBlockVectors * kBlockVectors] = larger_magnitude(amax[j / kBlockVectors * kBlockVectors], amax[j]);
+#pragma unroll
+    for (int mask = kBlockLanes / 2; mask > 0; mask /= 2)
+#pragma unroll
+      for (int j = 0; j < kVectors; j += kBlockVectors)
+        amax[j] = larger_magnitude(amax[j], shuffle_xor(amax[j], mask));
+#pragma unroll
+    for (int b = 0; b < kThreadBlocks; ++b) scales[b] = BlockScale(amax[b * kBlockVectors], options...);
+  }
+  template <typename Quotient>
+  DEVICE static Packet<kElements> quantized(const float (&values)[kElements], Quotient quotient) {
+    Packet<kElements> packet{};
 #pragma unroll
     for (int i = 0; i < kElements; i += 2)
-      packet.words[i / 4] |= pack_e4m3(scale.divided(values[i]), scale.divided(values[i + 1]))
-                             << (i % 4 * 8);
+      packet.words[i / 4] |= pack_e4m3(quotient(values[i]), quotient(values[i + 1])) << (i % 4 * 8);
+    return packet;
   }
-  return packet;
-}
+  // Stores the elements, divided by their scales, from where that of the thread's first vector goes.
+  template <typename Narrow>
+  DEVICE void store_quantized(const Rows& rows, Narrow* to, const float (&values)[kVectors][kElements]) const {
+    Packet<kElements> packets[kVectors];
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      const BlockScale& scale = scales[j / kBlockVectors];
+      packets[j] = quantized(values[j], [&](float y) { return scale.quotient(y); });
+    }
+    bool divides = false;
+#pragma unroll
+    for (const BlockScale& scale : scales) divides |= scale.divides;
+    if (divides) {  // which is rare
+#pragma unroll
+      for (int j = 0; j < kVectors; ++j) {
+        const BlockScale& scale = scales[j / kBlockVectors];
+        if (scale.divides)
+          packets[j] = quantized(values[j], [&](float y) { return scale.divided(y); });
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j)
+      if (rows.owns(j, rows.column(j))) store_row<kElements>(to + Rows::distance(j), packets[j]);
+  }
+  // Stores the scales, from where that of the thread's first block goes.
+  template <typename Scale> DEVICE void store(const Rows& rows, Scale* to) const {
+    if (row_thread() % kBlockLanes != 0) return;
+#pragma unroll
+    for (int b = 0; b < kThreadBlocks; ++b)
+      if (rows.owns(b * kBlockVectors, rows.column(b * kBlockVectors)))
+        store_scale(to + b * (kThreadsPerRow / kBlockLanes), scales[b].value);
+  }
+};
 
 // ---- The weight -----------------------------------------------------------------------------
 
@@ -361,33 +443,31 @@ extern "C" __global__ void  rmsnorm_fp8_backward(ARGUMENTS(Arguments, args)) {
       // Those of the thread's first vector.
       auto* const dx8_to = args.dx8 + row * kRowColumns + rows.column(0);
       auto* const dx_scales_to = args.dx_scales + row * kRowBlocks + rows.column(0) / kBlockColumns;
+      float values[kVectors][kElements];
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
         const int column = rows.column(j);
         const Packet<kWeightBytes> w = weights[j];
-        float out[kElements];
+        float (&out)[kElements] = values[j];
 #pragma unroll
         for (int i = 0; i < kElements; ++i) {
           out[i] = __fmaf_rn(correction, element<Element>(xs[u][j].words, i), kept[u][j][i]);
           if constexpr (kResidual)
             out[i] = __fadd_rn(out[i], element<ResidualElement>(residuals[u][j].words, i));
         }
-        if (args.rounded != 0.0f) round_to_rows(out);
-        const BlockScale scale(block_amax(out), args.powers != 0.0f);
-        if (pipeline.exists(batch, u) && rows.owns(j, column)) {
-          if (args.dx8 != nullptr)
-            store_row<kElements>(dx8_to + j * kThreadsPerRow * kElements,
-                                 quantized(out, scale));
-          if (args.dx_scales != nullptr && row_thread() % kBlockLanes == 0)
-            store_scale(dx_scales_to + j * (kThreadsPerRow / kBlockLanes), scale.value);
-        }
         if (args.dx != nullptr && pipeline.exists(batch, u) && rows.owns(j, column)) {
           RowPacket packet;
           narrow<Element, kElements>(packet.words, out);
-          store_row<kVectorBytes>(dx_to + j * kThreadsPerRow * kElements, packet);
+          store_row<kVectorBytes>(dx_to + Rows::distance(j), packet);
           if constexpr (kResidual && sizeof(ResidualElement) != sizeof(Element))
             store_residual(args.dresidual_out + row * args.dx_stride + column, out);
         }
+      }
+      if (args.rounded != 0.0f) round_to_rows(values);
+      const RowScales scales(values, args.powers != 0.0f);
+      if (pipeline.exists(batch, u)) {
+        if (args.dx8 != nullptr) scales.store_quantized(rows, dx8_to, values);
+        if (args.dx_scales != nullptr) scales.store(rows, dx_scales_to);
       }
     }
     pipeline.advance();
@@ -399,4 +479,4 @@ extern "C" __global__ void  rmsnorm_fp8_backward(ARGUMENTS(Arguments, args)) {
   }
 }
 
-// Headers: templates/*.cuh, revision 38ad353e28a0
+// Headers: templates/*.cuh, revision ca727cf9b887

@@ -211,9 +211,62 @@ struct RowSum {
 
 #include "rows_producer.cuh"
 
-#include "scales_e8m0.cuh"
+// ---- Scales that are powers of two --------------------------------------------------------------
 
-#include "quantized.cuh"
+// The exponent of a block's scale, with a bias of 127, or 255 for NaN. The arithmetic is that of
+// quantize_mx in normforge/operations/rmsnorm_quantized.py.
+struct BlockScale {
+  unsigned value;
+  float inverse;
+
+  DEVICE explicit BlockScale(float amax) {
+    const unsigned exponent = __float_as_uint(amax) >> 23;
+    const bool finite = exponent < 255;
+    value = finite ? exponent - min(exponent, 8u) : 255u;
+    inverse = __uint_as_float(finite ? (254u - value) << 23 : 0x7fffffffu);
+  }
+  DEVICE float quotient(float y) const { return __fmul_rn(y, inverse); }
+};
+
+// ---- FP8 with a scale for each block of columns ---------------------------------------------------
+// A block lies in one vector of each of kBlockLanes neighbouring threads of a warp. Where a thread has no
+// element, it has 0, and so have all threads of its block.
+// Memory ordering. Nothing but registers is exchanged.
+
+constexpr int kBlockLanes = kBlockColumns / kElements;
+static_assert(kBlockColumns % kElements == 0 && kBlockLanes <= 32 && kThreadsPerRow % kBlockLanes == 0,
+              "the threads of a block are neighbours");
+constexpr int kRowBlocks = kRowColumns / kBlockColumns;
+static_assert(kExact && kColumns % kBlockColumns == 0, "blocks are whole");
+
+// The largest magnitude in the block; NaN if it has one. All lanes of a warp come here together: teams are
+// whole warps, and all their threads go through every batch.
+DEVICE float block_amax(const float (&values)[kElements]) {
+  float amax = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kElements; ++i) amax = larger_magnitude(amax, values[i]);
+#pragma unroll
+  for (int mask = kBlockLanes / 2; mask > 0; mask /= 2)
+    amax = larger_magnitude(amax, shuffle_xor(amax, mask));
+  return amax;
+}
+
+// Rounds to the dtype of the rows.
+DEVICE void round_to_rows(float (&values)[kElements]) {
+  RowPacket packet;
+  narrow<Element, kElements>(packet.words, values);
+#pragma unroll
+  for (int i = 0; i < kElements; ++i) values[i] = element<Element>(packet.words, i);
+}
+
+DEVICE Packet<kElements> quantized(const float (&values)[kElements], const BlockScale& scale) {
+  Packet<kElements> packet{};
+#pragma unroll
+  for (int i = 0; i < kElements; i += 2)
+    packet.words[i / 4] |= pack_e4m3(scale.quotient(values[i]), scale.quotient(values[i + 1]))
+                           << (i % 4 * 8);
+  return packet;
+}
 
 // ---- The weight -----------------------------------------------------------------------------
 
@@ -351,4 +404,4 @@ extern "C" __global__ void  rmsnorm_mxfp8_backward(ARGUMENTS(Arguments, args)) {
   }
 }
 
-// Headers: templates/*.cuh, revision 2dbde0f9cfbc
+// Headers: templates/*.cuh, revision 2e15ca09ac82

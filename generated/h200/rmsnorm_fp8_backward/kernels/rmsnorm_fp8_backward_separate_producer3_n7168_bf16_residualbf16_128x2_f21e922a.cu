@@ -1,4 +1,4 @@
-// rmsnorm_fp8_backward_separate_producer3_n4096_bf16_residualbf16_256x1_669b591e
+// rmsnorm_fp8_backward_separate_producer3_n7168_bf16_residualbf16_128x2_f21e922a
 //
 // RMSNorm backward: dx = rstd * (w * dy - xhat * mean(xhat * w * dy)) + dresidual,
 // dw = sum over rows of dy * xhat, with xhat = x * rstd.
@@ -12,13 +12,13 @@
 // ---- Config ---------------------------------------------------------------------------------
 
 constexpr bool kExact = true;  // N is a constant
-constexpr int kRowColumns = 4096;  // N
-constexpr int kColumns = 4096;  // columns of one CTA
-constexpr int kCluster = 1;  // CTAs that share a row
-constexpr int kThreadsPerRow = 256;
-constexpr int kTeamThreads = 256;  // those of a row, but at least a warp
+constexpr int kRowColumns = 7168;  // N
+constexpr int kColumns = 3584;  // columns of one CTA
+constexpr int kCluster = 2;  // CTAs that share a row
+constexpr int kThreadsPerRow = 128;
+constexpr int kTeamThreads = 128;  // those of a row, but at least a warp
 constexpr int kRowsAbreast = 1;  // rows that parts of a warp work on side by side
-constexpr int kTeams = 1;  // of a CTA, each with rows of its own
+constexpr int kTeams = 2;  // of a CTA, each with rows of its own
 constexpr int kThreads = 256;  // of one CTA
 constexpr int kRowsInFlight = 1;  // rows that a thread works on at once
 constexpr int kBatchRows = 1;  // rows of a batch: kRowsInFlight * kRowsAbreast
@@ -27,35 +27,38 @@ constexpr int kStageBarriers = 6;  // transaction barriers of one team's stages
 constexpr int kReload = 0;  // x and dy are read again for dx
 constexpr int kVectorBytes = 16;
 constexpr int kElements = 8;  // elements of x in a vector
-constexpr int kVectors = 2;  // vectors of a row in one thread
-constexpr int kWarpsPerRow = 8;
+constexpr int kVectors = 4;  // vectors of a row in one thread
+constexpr int kWarpsPerRow = 4;
 constexpr int kWeightBytes = 16;  // of the weight for one vector of x
-constexpr int kRowBytes = 8192;  // of one CTA's part of a row of x
+constexpr int kRowBytes = 7168;  // of one CTA's part of a row of x
 constexpr int kOffset = 0;  // a number is added to the weight
 constexpr int kResidual = 1;  // the residual's gradient is added to dx
 constexpr int kResidualBytes = 16;  // beside a vector
-constexpr int kResidualRowBytes = 8192;
-constexpr int kPartialStride = 4096;  // floats of one row of partial dw
-constexpr int kTailColumns = 64;  // columns of dw that a CTA of the tail sums at once
+constexpr int kResidualRowBytes = 7168;
+constexpr int kPartialStride = 3584;  // floats of one row of partial dw
+constexpr int kTailColumns = 32;  // columns of dw that a CTA of the tail sums at once
 constexpr int kLevels = 1;
 constexpr int kSumThreads = 512;  // of one CTA of the second kernel
-constexpr int kSumsOffset = 48;  // bytes into shared memory
-constexpr int kWeightOffset = 112;  // bytes into shared memory; not args.weight_offset
-constexpr int kBroadcastOffset = 112;
-constexpr int kTilesOffset = 16512;
+constexpr int kSumsOffset = 128;  // bytes into shared memory
+constexpr int kWeightOffset = 256;  // bytes into shared memory; not args.weight_offset
+constexpr int kBroadcastOffset = 256;
+constexpr int kTilesOffset = 33152;
 constexpr int kBlockColumns = 128;  // columns that share a scale
+constexpr int kBlockVectors = 2;  // of a thread that do
+constexpr int kBlockLanes = 8;  // threads that do
 constexpr int kBlockBatches = 16;  // batches that are added up at once
-constexpr int kBlockSumsOffset = 128;
+constexpr int kBlockSumsOffset = 272;
 #define ROW_LOAD ".nc"
 // Rows are asked for with a priority in the L2.
 #define ROW_POLICY ".reg .b64 policy; createpolicy.fractional.L2::evict_last.b64 policy, 1.0; "
 #define ROW_HINT ".L2::cache_hint"
 #define ROW_OPERAND ", policy"
-#define ROW_STORE ".cs"
-#define LEAST_COLUMNS 4096  // of a row
+#define ROW_STORE ""
+#define LEAST_COLUMNS 7168  // of a row
 
 #include "primitives.cuh"
 #include "primitives_producer.cuh"
+#include "primitives_producer_cluster.cuh"
 
 #include "primitives_fp8.cuh"
 
@@ -100,7 +103,44 @@ struct Arguments {
   float powers;
 };
 
-#include "rows.cuh"
+// The part of the matrices that this CTA works on.
+struct Rows {
+  const Arguments& arguments;
+  long long count, batches;  // every batch has an index below `batches`
+  int first_column;  // of this CTA: 0 unless a cluster shares the row
+  int columns;       // where the row ends, or this CTA's part of a row of any length
+
+  // The columns from a thread's first vector to another one. Its vectors of a block are as far apart as
+  // those of the block's threads reach, so that these always have neighbouring vectors.
+  DEVICE static constexpr int distance(int vector) {
+    return (vector / kBlockVectors * kBlockVectors * kThreadsPerRow + vector % kBlockVectors * kBlockLanes) * kElements;
+  }
+  DEVICE int column(int vector) const {
+    const int thread = static_cast<int>(row_thread()), block = thread / kBlockLanes, lane = thread % kBlockLanes;
+    return first_column + block * kBlockColumns + lane * kElements + distance(vector);
+  }
+  // Whether the row extends into the thread's vector that begins at this column. A kernel for many N
+  // checks only vectors past the smallest N (in a cluster, all), since a check costs as much as an
+  // element.
+  DEVICE bool owns(int vector, int column) const {
+    if constexpr (!kExact)
+      if ((vector + 1) * kThreadsPerRow * kElements <= LEAST_COLUMNS) return true;
+    if constexpr (kColumns == kVectors * kThreadsPerRow * kElements && kExact) return true;
+    return column < (kExact ? first_column + kColumns : columns);
+  }
+  DEVICE const Element* x(long long row, int column) const {
+    return arguments.x + start(row, arguments.x_stride, arguments.x_gap) + column;
+  }
+  DEVICE const Element* dy(long long row, int column) const {
+    return arguments.dy + start(row, arguments.dy_stride, arguments.dy_gap) + column;
+  }
+  DEVICE const ResidualElement* dresidual(long long row, int column) const {
+    return arguments.dresidual + row * arguments.dresidual_stride + column;
+  }
+  DEVICE long long start(long long row, long long stride, long long gap) const {
+    return row * stride + __umulhi(static_cast<unsigned>(row), arguments.gaps) * gap;
+  }
+};
 
 // ---- The sum over a row ----------------------------------------------------------------------
 
@@ -138,33 +178,70 @@ template <int kCount> DEVICE float sum_shared(const float* from) {
   }
   return total;
 }
-// There are two buffers, used in turn. A warp that is ahead writes the next batch's sums while others
-// still read this one's. The barrier in between keeps it from being two batches ahead.
+// The CTAs of a cluster share a row. Every warp sends its sum to every CTA, including its own, into one
+// of two buffers with one transaction barrier each. A phase of a barrier completes when this
+// CTA's thread has arrived (mbarrier_expect) and all kCluster * kWarpsPerRow sums of each row of the
+// batch have landed here. Sums may land before the arrival, whose pending count keeps the phase open.
+//
+// Why two buffers suffice. No CTA sends into a buffer before this CTA has seen the buffer's previous
+// phase complete: a CTA sends for batch i + 2 only after it has received this CTA's sums of batch
+// i + 1, and this CTA sends those only after it has seen batch i complete. (A single barrier would not do:
+// it could count a fast CTA's sums of batch i + 1 in a phase that still waits for a slow CTA's sums of
+// batch i.) Each warp reads the sums of batch i before it sends for batch i + 1, in program order and
+// with a warp barrier in between, and so before anyone can send for batch i + 2 into the same buffer.
+// (This assumes that the completion of st.async, a release at cluster scope, covers what the sending
+// thread did before. In hardware it matters only for reads that do not feed the sent sum: those of the
+// sums before, of the residual, and of a reload. The PTX ISA denies it for bulk copies, and says nothing
+// about st.async; docs/emulator.md, "Limits", has more.)
+//
+// Why the exchange can replace the team's barrier. A phase completes only after every warp of the team
+// has sent, and a warp sends after its reads of the stage. So, on the same assumption, the stage can be
+// refilled.
+//
+// Why a CTA may end while its peers still run. It has received every sum that is ever sent to it, and
+// no other CTA reads its shared memory.
 struct RowSum {
-  static constexpr int kSums = kRowsInFlight * kWarpsPerRow;
+  static constexpr int kSums = kRowsInFlight * kCluster * kWarpsPerRow;
 
   float* sums;
+  unsigned long long* arrived;
   unsigned batch = 0;
 
-  DEVICE explicit RowSum(unsigned char* smem, unsigned team)
-      : sums(reinterpret_cast<float*>(smem + kSumsOffset) + team * 2 * kSums) {}
+  DEVICE RowSum(unsigned char* smem, unsigned team)
+      : sums(reinterpret_cast<float*>(smem + kSumsOffset) + team * 2 * kSums),
+        arrived(reinterpret_cast<unsigned long long*>(smem) + kTeams * kStageBarriers + 2 * team) {
+    if (threadIdx.x == 0) {  // of team 0. The kernel fences them, with those of the stages
+#pragma unroll
+      for (int i = 0; i < 2 * kTeams; ++i) mbarrier_init(&arrived[i], 1);
+    }
+  }
   DEVICE void operator()(float (&value)[kRowsInFlight]) {
+    send(value);
+    receive(value);
+  }
+  DEVICE void send(float (&value)[kRowsInFlight]) {
+    const unsigned buffer = batch & 1;
+    float* into = sums + buffer * kSums;
+    if (team_thread() == 0) mbarrier_expect(&arrived[buffer], kSums * sizeof(float));
+    const unsigned lane = threadIdx.x % 32, warp = team_thread() / 32;
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) value[u] = warp_sum(value[u]);
-    if constexpr (kWarpsPerRow == 1) {
-      team_barrier();
-    } else {
-      float* into = sums + (batch & 1) * kSums;
-      if (threadIdx.x % 32 == 0)
+    warp_barrier();  // a lane sends for its whole warp, whose reads are now done
 #pragma unroll
-        for (int u = 0; u < kRowsInFlight; ++u)
-          store_shared(into + u * kWarpsPerRow + team_thread() / 32, value[u]);
-      team_barrier();
-#pragma unroll
-      for (int u = 0; u < kRowsInFlight; ++u)
-        value[u] = sum_shared<kWarpsPerRow>(into + u * kWarpsPerRow);
-      ++batch;
+    for (int u = 0; u < kRowsInFlight; ++u) {
+      if (lane < kCluster)
+        store_cluster(into + (u * kCluster + cluster_rank()) * kWarpsPerRow + warp, value[u],
+                      &arrived[buffer], lane);
     }
+  }
+  DEVICE void receive(float (&value)[kRowsInFlight]) {
+    const unsigned buffer = batch & 1, phase = (batch >> 1) & 1;
+    const float* into = sums + buffer * kSums;
+    mbarrier_wait_sums(&arrived[buffer], phase);
+#pragma unroll
+    for (int u = 0; u < kRowsInFlight; ++u)
+      value[u] = sum_shared<kCluster * kWarpsPerRow>(into + u * kCluster * kWarpsPerRow);
+    ++batch;
   }
 };
 
@@ -177,51 +254,94 @@ struct RowSum {
 #include "scales_fp32.cuh"
 
 // ---- FP8 with a scale for each block of columns ---------------------------------------------------
-// A block lies in one vector of each of kBlockLanes neighbouring threads of a warp. Where a thread has no
-// element, it has 0, and so have all threads of its block.
+// A block lies in kBlockVectors vectors of each of kBlockLanes neighbouring threads of a warp. Where a
+// thread has no element, it has 0, and so have all threads of its block.
 // Memory ordering. Nothing but registers is exchanged.
 
-constexpr int kBlockLanes = kBlockColumns / kElements;
-static_assert(kBlockColumns % kElements == 0 && kBlockLanes <= 32 && kThreadsPerRow % kBlockLanes == 0,
+static_assert(kElements * kBlockVectors * kBlockLanes == kBlockColumns && kVectors % kBlockVectors == 0 &&
+                  kBlockLanes <= 32 && kThreadsPerRow % kBlockLanes == 0,
               "the threads of a block are neighbours");
+constexpr int kThreadBlocks = kVectors / kBlockVectors;
 constexpr int kRowBlocks = kRowColumns / kBlockColumns;
 static_assert(kExact && kColumns % kBlockColumns == 0, "blocks are whole");
 
-// The largest magnitude in the block; NaN if it has one. All lanes of a warp come here together: teams are
-// whole warps, and all their threads go through every batch.
-DEVICE float block_amax(const float (&values)[kElements]) {
-  float amax = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kElements; ++i) amax = larger_magnitude(amax, values[i]);
-#pragma unroll
-  for (int mask = kBlockLanes / 2; mask > 0; mask /= 2)
-    amax = larger_magnitude(amax, shuffle_xor(amax, mask));
-  return amax;
-}
-
 // Rounds to the dtype of the rows.
-DEVICE void round_to_rows(float (&values)[kElements]) {
-  RowPacket packet;
-  narrow<Element, kElements>(packet.words, values);
+DEVICE void round_to_rows(float (&values)[kVectors][kElements]) {
 #pragma unroll
-  for (int i = 0; i < kElements; ++i) values[i] = element<Element>(packet.words, i);
+  for (int j = 0; j < kVectors; ++j) {
+    RowPacket packet;
+    narrow<Element, kElements>(packet.words, values[j]);
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) values[j][i] = element<Element>(packet.words, i);
+  }
 }
 
-DEVICE Packet<kElements> quantized(const float (&values)[kElements], const BlockScale& scale) {
-  Packet<kElements> packet{};
+// The scales of the thread's blocks in a row.
+struct RowScales {
+  BlockScale scales[kThreadBlocks];
+
+  // All lanes of a warp come here together: teams are whole warps, and all their threads go through every
+  // batch. Every step is done for all blocks before the next, so that they do not wait for one another.
+  template <typename... Options>
+  DEVICE explicit RowScales(const float (&values)[kVectors][kElements], Options... options) {
+    float amax[kVectors] = {};  // NaN if there is one
 #pragma unroll
-  for (int i = 0; i < kElements; i += 2)
-    packet.words[i / 4] |= pack_e4m3(scale.quotient(values[i]), scale.quotient(values[i + 1]))
-                           << (i % 4 * 8);
-  if (scale.divides) {  // which is rare
-    packet = {};
+    for (int i = 0; i < kElements; ++i)
+#pragma unroll
+      for (int j = 0; j < kVectors; ++j) amax[j] = larger_magnitude(amax[j], values[j][i]);
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j)
+      if (j % kBlockVectors != 0)
+        amax[j / kBlockVectors * kBlockVectors] = larger_magnitude(amax[j / kBlockVectors * kBlockVectors], amax[j]);
+#pragma unroll
+    for (int mask = kBlockLanes / 2; mask > 0; mask /= 2)
+#pragma unroll
+      for (int j = 0; j < kVectors; j += kBlockVectors)
+        amax[j] = larger_magnitude(amax[j], shuffle_xor(amax[j], mask));
+#pragma unroll
+    for (int b = 0; b < kThreadBlocks; ++b) scales[b] = BlockScale(amax[b * kBlockVectors], options...);
+  }
+  template <typename Quotient>
+  DEVICE static Packet<kElements> quantized(const float (&values)[kElements], Quotient quotient) {
+    Packet<kElements> packet{};
 #pragma unroll
     for (int i = 0; i < kElements; i += 2)
-      packet.words[i / 4] |= pack_e4m3(scale.divided(values[i]), scale.divided(values[i + 1]))
-                             << (i % 4 * 8);
+      packet.words[i / 4] |= pack_e4m3(quotient(values[i]), quotient(values[i + 1])) << (i % 4 * 8);
+    return packet;
   }
-  return packet;
-}
+  // Stores the elements, divided by their scales, from where that of the thread's first vector goes.
+  template <typename Narrow>
+  DEVICE void store_quantized(const Rows& rows, Narrow* to, const float (&values)[kVectors][kElements]) const {
+    Packet<kElements> packets[kVectors];
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      const BlockScale& scale = scales[j / kBlockVectors];
+      packets[j] = quantized(values[j], [&](float y) { return scale.quotient(y); });
+    }
+    bool divides = false;
+#pragma unroll
+    for (const BlockScale& scale : scales) divides |= scale.divides;
+    if (divides) {  // which is rare
+#pragma unroll
+      for (int j = 0; j < kVectors; ++j) {
+        const BlockScale& scale = scales[j / kBlockVectors];
+        if (scale.divides)
+          packets[j] = quantized(values[j], [&](float y) { return scale.divided(y); });
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j)
+      if (rows.owns(j, rows.column(j))) store_row<kElements>(to + Rows::distance(j), packets[j]);
+  }
+  // Stores the scales, from where that of the thread's first block goes.
+  template <typename Scale> DEVICE void store(const Rows& rows, Scale* to) const {
+    if (row_thread() % kBlockLanes != 0) return;
+#pragma unroll
+    for (int b = 0; b < kThreadBlocks; ++b)
+      if (rows.owns(b * kBlockVectors, rows.column(b * kBlockVectors)))
+        store_scale(to + b * (kThreadsPerRow / kBlockLanes), scales[b].value);
+  }
+};
 
 // ---- The weight -----------------------------------------------------------------------------
 
@@ -242,8 +362,8 @@ DEVICE Packet<kElements> quantized(const float (&values)[kElements], const Block
 
 extern "C" __global__ void __launch_bounds__(288, 1) rmsnorm_fp8_backward(ARGUMENTS(Arguments, args)) {
   DYNAMIC_SHARED(smem);
-  constexpr int rank = 0;
-  const unsigned participants = gridDim.x;
+  const int rank = static_cast<int>(cluster_rank());
+  const unsigned participants = gridDim.x / kCluster;
   DwStrategy strategy{args.dw,      args.dw_mode, args.counters, args.zeroed,
                       args.scratch, participants, static_cast<unsigned>(args.group),
                       kExact ? kColumns : args.columns, rank, smem};
@@ -259,7 +379,7 @@ extern "C" __global__ void __launch_bounds__(288, 1) rmsnorm_fp8_backward(ARGUME
   if (threadIdx.x == 0) mbarrier_init_fence();  // it has initialised all barriers
   // Publishes them to the CTA, and in a cluster also to those that send to it. Whatever else is in
   // shared memory has barriers of its own.
-  cta_barrier();
+  cluster_barrier_of_inits();
   if (warp == kThreads / 32) {
     pipeline.produce(static_cast<long long>(participant) * kTeams,
                      static_cast<long long>(participants) * kTeams);
@@ -303,7 +423,10 @@ extern "C" __global__ void __launch_bounds__(288, 1) rmsnorm_fp8_backward(ARGUME
           partial[j][i] = __fmaf_rn(xe, scaled, partial[j][i]);
         }
       }
-    row_sum(sum);
+    row_sum.send(sum);
+    // Ends a block of the batches before this one and of it. Doing so here hides its cost behind the exchange.
+    blocks.end_batch(partial);
+    row_sum.receive(sum);
     pipeline.refill(schedule);
     if constexpr (kReload) pipeline.read(xs, dys, batch);
     if constexpr (kResidual && kReload) pipeline.read_residual(residuals, batch);
@@ -320,37 +443,34 @@ extern "C" __global__ void __launch_bounds__(288, 1) rmsnorm_fp8_backward(ARGUME
       // Those of the thread's first vector.
       auto* const dx8_to = args.dx8 + row * kRowColumns + rows.column(0);
       auto* const dx_scales_to = args.dx_scales + row * kRowBlocks + rows.column(0) / kBlockColumns;
+      float values[kVectors][kElements];
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
         const int column = rows.column(j);
         const Packet<kWeightBytes> w = weights[j];
-        float out[kElements];
+        float (&out)[kElements] = values[j];
 #pragma unroll
         for (int i = 0; i < kElements; ++i) {
           out[i] = __fmaf_rn(correction, element<Element>(xs[u][j].words, i), kept[u][j][i]);
           if constexpr (kResidual)
             out[i] = __fadd_rn(out[i], element<ResidualElement>(residuals[u][j].words, i));
         }
-        if (args.rounded != 0.0f) round_to_rows(out);
-        const BlockScale scale(block_amax(out), args.powers != 0.0f);
-        if (pipeline.exists(batch, u) && rows.owns(j, column)) {
-          if (args.dx8 != nullptr)
-            store_row<kElements>(dx8_to + j * kThreadsPerRow * kElements,
-                                 quantized(out, scale));
-          if (args.dx_scales != nullptr && row_thread() % kBlockLanes == 0)
-            store_scale(dx_scales_to + j * (kThreadsPerRow / kBlockLanes), scale.value);
-        }
         if (args.dx != nullptr && pipeline.exists(batch, u) && rows.owns(j, column)) {
           RowPacket packet;
           narrow<Element, kElements>(packet.words, out);
-          store_row<kVectorBytes>(dx_to + j * kThreadsPerRow * kElements, packet);
+          store_row<kVectorBytes>(dx_to + Rows::distance(j), packet);
           if constexpr (kResidual && sizeof(ResidualElement) != sizeof(Element))
             store_residual(args.dresidual_out + row * args.dx_stride + column, out);
         }
       }
+      if (args.rounded != 0.0f) round_to_rows(values);
+      const RowScales scales(values, args.powers != 0.0f);
+      if (pipeline.exists(batch, u)) {
+        if (args.dx8 != nullptr) scales.store_quantized(rows, dx8_to, values);
+        if (args.dx_scales != nullptr) scales.store(rows, dx_scales_to);
+      }
     }
     pipeline.advance();
-    blocks.end_batch(partial);
   }
   if (args.dw != nullptr) {
     blocks.finish(partial);
@@ -359,4 +479,4 @@ extern "C" __global__ void __launch_bounds__(288, 1) rmsnorm_fp8_backward(ARGUME
   }
 }
 
-// Headers: templates/*.cuh, revision bd1b332b3d45
+// Headers: templates/*.cuh, revision ca727cf9b887

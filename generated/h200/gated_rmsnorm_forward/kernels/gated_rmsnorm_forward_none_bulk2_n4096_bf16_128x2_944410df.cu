@@ -1,4 +1,4 @@
-// gated_rmsnorm_forward_none_async2_n2048_bf16_128x1_f94af65b
+// gated_rmsnorm_forward_none_bulk2_n4096_bf16_128x2_944410df
 //
 // y = rmsnorm(x) * w * silu(z).
 // Determinism class: gpu_to_gpu.
@@ -8,25 +8,25 @@
 // ---- Config ---------------------------------------------------------------------------------
 
 constexpr bool kExact = true;  // N is a constant
-constexpr int kRowColumns = 2048;  // N
-constexpr int kColumns = 2048;  // columns of one CTA
+constexpr int kRowColumns = 4096;  // N
+constexpr int kColumns = 4096;  // columns of one CTA
 constexpr int kCluster = 1;  // CTAs that share a row
 constexpr int kThreadsPerRow = 128;
 constexpr int kTeamThreads = 128;  // those of a row, but at least a warp
 constexpr int kRowsAbreast = 1;  // rows that parts of a warp work on side by side
-constexpr int kTeams = 1;  // of a CTA, each with rows of its own
-constexpr int kThreads = 128;  // of one CTA
+constexpr int kTeams = 2;  // of a CTA, each with rows of its own
+constexpr int kThreads = 256;  // of one CTA
 constexpr int kRowsInFlight = 1;  // rows that a thread works on at once
 constexpr int kBatchRows = 1;  // rows of a batch: kRowsInFlight * kRowsAbreast
 constexpr int kStages = 2;  // batches under way in shared memory
-constexpr int kStageBarriers = 0;  // transaction barriers of one team's stages
+constexpr int kStageBarriers = 2;  // transaction barriers of one team's stages
 constexpr int kReload = 1;  // x and dy are read again for dx
 constexpr int kVectorBytes = 16;
 constexpr int kElements = 8;  // elements of x in a vector
-constexpr int kVectors = 2;  // vectors of a row in one thread
+constexpr int kVectors = 4;  // vectors of a row in one thread
 constexpr int kWarpsPerRow = 4;
 constexpr int kWeightBytes = 16;  // of the weight for one vector of x
-constexpr int kRowBytes = 4096;  // of one CTA's part of a row of x
+constexpr int kRowBytes = 8192;  // of one CTA's part of a row of x
 constexpr int kOffset = 0;  // a number is added to the weight
 constexpr int kResidual = 0;  // the residual's gradient is added to dx
 constexpr int kResidualBytes = 16;  // beside a vector
@@ -35,9 +35,9 @@ constexpr int kPartialStride = 0;  // floats of one row of partial dw
 constexpr int kTailColumns = 0;  // columns of dw that a CTA of the tail sums at once
 constexpr int kLevels = 1;
 constexpr int kSumThreads = 0;  // of one CTA of the second kernel
-constexpr int kSumsOffset = 0;  // bytes into shared memory
-constexpr int kWeightOffset = 32;  // bytes into shared memory; not args.weight_offset
-constexpr int kBroadcastOffset = 32;
+constexpr int kSumsOffset = 32;  // bytes into shared memory
+constexpr int kWeightOffset = 96;  // bytes into shared memory; not args.weight_offset
+constexpr int kBroadcastOffset = 96;
 constexpr int kTilesOffset = 128;
 #define ROW_LOAD ".nc"
 // Rows are asked for with a priority in the L2.
@@ -45,7 +45,7 @@ constexpr int kTilesOffset = 128;
 #define ROW_HINT ".L2::cache_hint"
 #define ROW_OPERAND ", policy"
 #define ROW_STORE ""
-#define LEAST_COLUMNS 2048  // of a row
+#define LEAST_COLUMNS 4096  // of a row
 
 #include "primitives.cuh"
 
@@ -118,83 +118,93 @@ struct Rows {
 
 #include "schedule.cuh"
 
-// ---- Rows: cp.async into stages in shared memory ---------------------------------------------
-// A thread copies exactly the vectors that it reads, so it only has to wait for its own groups. It
-// commits one group per batch, also past the end, so that "all but the newest kAhead - 1" always
-// includes the batch that is due.
-// A slot is refilled by the thread that read it, and an asynchronous copy follows the earlier
-// instructions of its own thread (PTX ISA, asynchronous operations).
-// dx may be the memory of dy: a thread writes only elements that it has copied itself, and it has waited
-// for those copies. Later reads, also those of a reload, are of the copy.
+// ---- Rows: bulk copies into stages in shared memory ------------------------------------------
+// One thread of each team asks the copy engine for whole rows. Each stage has a transaction barrier,
+// which completes when all bytes of the batch have landed, and acquires them for every thread that
+// waits.
+// A stage is refilled only after every thread of the team has read it. That is after the barrier of the
+// row sum or, in a cluster, after the completed exchange, which every warp of the team joins after its
+// reads (with a reload, the exchange of the next batch). The barrier orders ordinary accesses. The
+// proxy fence of the thread that issues the copy orders them before the asynchronous write.
+// Only existing rows are copied. The space of the others holds old data, which is never read.
+// dx may be the memory of dy: one copy brings a row, or a CTA's columns of it, and every thread that
+// writes there has waited for its completion, which the mbarrier makes visible to generic accesses.
 
 struct RowPipeline {
-  static constexpr int kTileBytes = kVectors * kThreads * kVectorBytes;  // one row of every team
-  static constexpr int kResidualTileBytes = kResidual * kVectors * kThreads * kResidualBytes;
-  static constexpr int kStageBytes = kRowsInFlight * (2 * kTileBytes + kResidualTileBytes);
+  static_assert(kRowsAbreast == 1, "a bulk copy brings its row to a whole team");
+  static constexpr int kBatchBytes = kRowsInFlight * (2 * kRowBytes + kResidualRowBytes);
   static constexpr int kAhead = kStages - kReload;
 
   const Rows& rows;
-  unsigned char* const first;  // this thread's first vector in the first stage
-  unsigned char* due;          // and in the stage of the batch that is due
+  unsigned char* tiles;
+  unsigned long long* landed;  // one barrier per stage
+  int stage = 0;
+  unsigned phase = 0;
 
   DEVICE RowPipeline(const Rows& r, unsigned char* smem)
-      : rows(r), first(smem + kTilesOffset + threadIdx.x * kVectorBytes), due(first) {}
-
-  // Vectors of consecutive threads are neighbours: no bank conflicts.
-  DEVICE static unsigned char* slot(unsigned char* stage, int tensor, int u, int j) {
-    return stage + (tensor * kRowsInFlight + u) * kTileBytes + j * kThreads * kVectorBytes;
-  }
-  DEVICE static unsigned char* residual_slot(unsigned char* stage, int u, int j, int chunk) {
-    constexpr int kChunk = kChunkOf<kResidualBytes>;
-    // `stage` already has threadIdx.x * kVectorBytes in it, hence the difference at the end.
-    return stage + 2 * kRowsInFlight * kTileBytes + u * kResidualTileBytes +
-           (j * (kResidualBytes / kChunk) + chunk) * kThreads * kChunk +
-           static_cast<int>(threadIdx.x) * (kChunk - kVectorBytes);
-  }
-  DEVICE void fetch(long long batch, unsigned char* into) {
-#pragma unroll
-    for (int u = 0; u < kRowsInFlight; ++u) {
-      const long long row = row_of(batch, u);
-#pragma unroll
-      for (int j = 0; j < kVectors; ++j) {
-        const int column = rows.column(j);
-        if (row < rows.count && rows.owns(j, column)) {
-          copy_async<kVectorBytes>(slot(into, 0, u, j), rows.x(row, column));
-          copy_async<kVectorBytes>(slot(into, 1, u, j), rows.z(row, column));
-        }
-      }
-    }
-    copy_async_commit();
-  }
-  // The address is advanced here, too. If NVRTC 13.0 splits the address of a copy with a cache policy
-  // into a thread's register and a uniform one, it emits an illegal instruction.
-  DEVICE void start(const Schedule& schedule) {
-    unsigned char* into = first;
+      : rows(r), tiles(smem + kTilesOffset + team_index() * kStages * kBatchBytes),
+        landed(reinterpret_cast<unsigned long long*>(smem) + team_index() * kStages) {
+    if (team_thread() == 0) {
 #pragma unroll 1
-    for (int s = 0; s < kAhead; ++s, into += kStageBytes) fetch(schedule.ahead(s), into);
+      for (int s = 0; s < kStages; ++s) mbarrier_init(&landed[s], 1);
+      mbarrier_init_fence();
+    }
+    // A barrier before the first wait publishes them to the team.
   }
-  DEVICE void await() { copy_async_wait<kAhead - 1>(); }
+  DEVICE void fetch(long long batch, int into) {
+    if (batch >= rows.batches) return;
+    const long long row = row_of(batch, 0);
+    const long long left = rows.count - row;
+    const int valid = left < kRowsInFlight ? static_cast<int>(left) : kRowsInFlight;
+    unsigned char* tile = tiles + into * kBatchBytes;
+    mbarrier_expect(&landed[into], valid * (2 * kRowBytes + kResidualRowBytes));
+    for (int u = 0; u < valid; ++u) {
+      bulk_load(tile + u * kRowBytes, rows.x(row + u, rows.first_column), kRowBytes,
+                &landed[into]);
+      bulk_load(tile + (kRowsInFlight + u) * kRowBytes, rows.z(row + u, rows.first_column),
+                kRowBytes, &landed[into]);
+    }
+  }
+  DEVICE void start(const Schedule& schedule) {
+    if (team_thread() != 0) return;
+#pragma unroll 1
+    for (int s = 0; s < kAhead; ++s) fetch(schedule.ahead(s), s);
+  }
+  DEVICE void await() { mbarrier_wait(&landed[stage], phase); }
   DEVICE void read(RowPacket (&x)[kRowsInFlight][kVectors],
                    RowPacket (&z)[kRowsInFlight][kVectors], long long batch) {
+    const unsigned char* tile = tiles + stage * kBatchBytes;
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) {
       const bool valid = row_of(batch, u) < rows.count;
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
+        const int column = rows.column(j);
+        const int at = (column - rows.first_column) * static_cast<int>(sizeof(Element));
         x[u][j] = z[u][j] = RowPacket{};
-        if (valid && rows.owns(j, rows.column(j))) {
-          x[u][j] = load_shared_packet<kVectorBytes>(slot(due, 0, u, j));
-          z[u][j] = load_shared_packet<kVectorBytes>(slot(due, 1, u, j));
+        if (valid && rows.owns(j, column)) {
+          x[u][j] = load_shared_packet<kVectorBytes>(tile + u * kRowBytes + at);
+          z[u][j] = load_shared_packet<kVectorBytes>(tile + (kRowsInFlight + u) * kRowBytes + at);
         }
       }
     }
+    // Some of these values may not be needed before the barrier of the row sum, which does not wait for
+    // loads: the copy engine could overwrite a stage that is still being read. So every reader fences.
+    fence_async_shared();
   }
-  DEVICE unsigned char* last() const { return first + (kStages - 1) * kStageBytes; }
   // With a reload, the stage of this batch is still needed, so the one before it is refilled.
   DEVICE void refill(const Schedule& schedule) {
-    fetch(schedule.ahead(kAhead), !kReload ? due : due == first ? last() : due - kStageBytes);
+    if (team_thread() != 0) return;
+    fence_async_shared();
+    const int last = stage == 0 ? kStages - 1 : stage - 1;
+    fetch(schedule.ahead(kAhead), kReload ? last : stage);
   }
-  DEVICE void advance() { due = due == last() ? first : due + kStageBytes; }
+  DEVICE void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
 };
 
 // ---- The weight -----------------------------------------------------------------------------
@@ -258,6 +268,7 @@ extern "C" __global__ void  gated_rmsnorm_forward(ARGUMENTS(Arguments, args)) {
   // thread has itself set up the barriers of the stages, and no other thread looks at them yet.
   pipeline.start(schedule);
   const Weight weights(rows, args.weight, smem);
+  team_barrier();
 
   // 1 / N, rounded once.
   float inverse_columns = 1.0f / kRowColumns;

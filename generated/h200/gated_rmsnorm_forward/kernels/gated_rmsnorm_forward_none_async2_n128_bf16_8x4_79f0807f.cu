@@ -1,4 +1,4 @@
-// gated_rmsnorm_forward_none_async2_n128_bf16_16x10_4c61fff4
+// gated_rmsnorm_forward_none_async2_n128_bf16_8x4_79f0807f
 //
 // y = rmsnorm(x) * w * silu(z).
 // Determinism class: gpu_to_gpu.
@@ -11,19 +11,19 @@ constexpr bool kExact = true;  // N is a constant
 constexpr int kRowColumns = 128;  // N
 constexpr int kColumns = 128;  // columns of one CTA
 constexpr int kCluster = 1;  // CTAs that share a row
-constexpr int kThreadsPerRow = 16;
+constexpr int kThreadsPerRow = 8;
 constexpr int kTeamThreads = 32;  // those of a row, but at least a warp
-constexpr int kRowsAbreast = 2;  // rows that parts of a warp work on side by side
-constexpr int kTeams = 10;  // of a CTA, each with rows of its own
-constexpr int kThreads = 320;  // of one CTA
-constexpr int kRowsInFlight = 2;  // rows that a thread works on at once
+constexpr int kRowsAbreast = 4;  // rows that parts of a warp work on side by side
+constexpr int kTeams = 4;  // of a CTA, each with rows of its own
+constexpr int kThreads = 128;  // of one CTA
+constexpr int kRowsInFlight = 1;  // rows that a thread works on at once
 constexpr int kBatchRows = 4;  // rows of a batch: kRowsInFlight * kRowsAbreast
 constexpr int kStages = 2;  // batches under way in shared memory
 constexpr int kStageBarriers = 0;  // transaction barriers of one team's stages
 constexpr int kReload = 1;  // x and dy are read again for dx
 constexpr int kVectorBytes = 16;
 constexpr int kElements = 8;  // elements of x in a vector
-constexpr int kVectors = 1;  // vectors of a row in one thread
+constexpr int kVectors = 2;  // vectors of a row in one thread
 constexpr int kWarpsPerRow = 1;
 constexpr int kWeightBytes = 16;  // of the weight for one vector of x
 constexpr int kRowBytes = 256;  // of one CTA's part of a row of x
@@ -242,7 +242,7 @@ DEVICE Gate gate_of(float z) {
 
 // ---- The kernel -----------------------------------------------------------------------------
 
-extern "C" __global__ void __launch_bounds__(320, 2) gated_rmsnorm_forward(ARGUMENTS(Arguments, args)) {
+extern "C" __global__ void  gated_rmsnorm_forward(ARGUMENTS(Arguments, args)) {
   DYNAMIC_SHARED(smem);
   constexpr int rank = 0;
   const unsigned participants = gridDim.x;

@@ -1,4 +1,4 @@
-// gated_rmsnorm_forward_none_async2_n128_bf16_16x12_39fc0138
+// gated_rmsnorm_forward_none_async3_n2048_bf16_128x1_a1cfcebb
 //
 // y = rmsnorm(x) * w * silu(z).
 // Determinism class: gpu_to_gpu.
@@ -8,25 +8,25 @@
 // ---- Config ---------------------------------------------------------------------------------
 
 constexpr bool kExact = true;  // N is a constant
-constexpr int kRowColumns = 128;  // N
-constexpr int kColumns = 128;  // columns of one CTA
+constexpr int kRowColumns = 2048;  // N
+constexpr int kColumns = 2048;  // columns of one CTA
 constexpr int kCluster = 1;  // CTAs that share a row
-constexpr int kThreadsPerRow = 16;
-constexpr int kTeamThreads = 32;  // those of a row, but at least a warp
-constexpr int kRowsAbreast = 2;  // rows that parts of a warp work on side by side
-constexpr int kTeams = 12;  // of a CTA, each with rows of its own
-constexpr int kThreads = 384;  // of one CTA
-constexpr int kRowsInFlight = 2;  // rows that a thread works on at once
-constexpr int kBatchRows = 4;  // rows of a batch: kRowsInFlight * kRowsAbreast
-constexpr int kStages = 2;  // batches under way in shared memory
+constexpr int kThreadsPerRow = 128;
+constexpr int kTeamThreads = 128;  // those of a row, but at least a warp
+constexpr int kRowsAbreast = 1;  // rows that parts of a warp work on side by side
+constexpr int kTeams = 1;  // of a CTA, each with rows of its own
+constexpr int kThreads = 128;  // of one CTA
+constexpr int kRowsInFlight = 1;  // rows that a thread works on at once
+constexpr int kBatchRows = 1;  // rows of a batch: kRowsInFlight * kRowsAbreast
+constexpr int kStages = 3;  // batches under way in shared memory
 constexpr int kStageBarriers = 0;  // transaction barriers of one team's stages
 constexpr int kReload = 1;  // x and dy are read again for dx
 constexpr int kVectorBytes = 16;
 constexpr int kElements = 8;  // elements of x in a vector
-constexpr int kVectors = 1;  // vectors of a row in one thread
-constexpr int kWarpsPerRow = 1;
+constexpr int kVectors = 2;  // vectors of a row in one thread
+constexpr int kWarpsPerRow = 4;
 constexpr int kWeightBytes = 16;  // of the weight for one vector of x
-constexpr int kRowBytes = 256;  // of one CTA's part of a row of x
+constexpr int kRowBytes = 4096;  // of one CTA's part of a row of x
 constexpr int kOffset = 0;  // a number is added to the weight
 constexpr int kResidual = 0;  // the residual's gradient is added to dx
 constexpr int kResidualBytes = 16;  // beside a vector
@@ -36,16 +36,16 @@ constexpr int kTailColumns = 0;  // columns of dw that a CTA of the tail sums at
 constexpr int kLevels = 1;
 constexpr int kSumThreads = 0;  // of one CTA of the second kernel
 constexpr int kSumsOffset = 0;  // bytes into shared memory
-constexpr int kWeightOffset = 0;  // bytes into shared memory; not args.weight_offset
-constexpr int kBroadcastOffset = 0;
+constexpr int kWeightOffset = 32;  // bytes into shared memory; not args.weight_offset
+constexpr int kBroadcastOffset = 32;
 constexpr int kTilesOffset = 128;
 #define ROW_LOAD ".nc"
 // Rows are asked for with a priority in the L2.
 #define ROW_POLICY ".reg .b64 policy; createpolicy.fractional.L2::evict_last.b64 policy, 1.0; "
 #define ROW_HINT ".L2::cache_hint"
 #define ROW_OPERAND ", policy"
-#define ROW_STORE ""
-#define LEAST_COLUMNS 128  // of a row
+#define ROW_STORE ".cs"
+#define LEAST_COLUMNS 2048  // of a row
 
 #include "primitives.cuh"
 
