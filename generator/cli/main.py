@@ -13,6 +13,9 @@ Show the results of a run (each command has its own --help):
 Check that the package does on this machine's GPU what it says:
   python tune.py check --gpu auto --sample 20
 
+Add what another machine found to the results here:
+  python tune.py join /mnt/other/h200 --into generated/h200
+
 Export the package for Hugging Face's kernels, or the trials of a shape for other tuners' tools:
   python tune.py export --gpu h200 --hf FOLDER
   python tune.py export --gpu h200 --shape 4096x4096:bf16 --t4 FILE
@@ -50,6 +53,7 @@ COMMANDS = {
     "check": "generator.cli.check",
     "explain": "generator.cli.report",
     "export": "generator.cli.export",
+    "join": "generator.cli.join",
     "report": "generator.cli.report",
 }
 """The commands that tune nothing, by the first word: the module with a function of that name."""

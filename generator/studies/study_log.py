@@ -61,27 +61,66 @@ class StudyLog:
                 self._copy(StudyLog(self._storage, name))
 
     def _copy(self, other: StudyLog) -> None:
-        own = {_origin(trial, self.name): trial for trial in self.trials()}
-        mine = [t for origin, t in own.items() if not origin.startswith(f"{other.name}#")]
-        before = max((trial.user_attrs.get("elapsed", 0.0) for trial in mine), default=0.0)
-        numbers = {origin: trial.number for origin, trial in own.items()}
-        following = len(self._retry(lambda: self._study.get_trials(deepcopy=False)))
+        own = {_origin(trial, self.name): trial.number for trial in self.trials()}
+        before = self._elapsed(lambda t: not _origin(t, self.name).startswith(f"{other.name}#"))
         origins = {trial.number: _origin(trial, other.name) for trial in other.trials()}
+        self._add_copies(other, origins, own, before, mark=True)
+        if other._attributes().get(CONTINUED_IN) != self.name:
+            self._retry(lambda: other._study.set_user_attr(CONTINUED_IN, self.name))
+
+    def join(self, other: StudyLog) -> int:
+        """Copy from the study of the same problem in another storage the trials that are not here
+        yet, and its finals where they are later ones. Returns how many trials came. A trial is the
+        same where the same config was finished in the same second. A kill in the middle leaves a
+        part, and the next call copies the rest."""
+        own = {_made(trial): trial.number for trial in self.trials()}
+        number_of = {trial.number: _made(trial) for trial in other.trials()}
+        numbers = self._add_copies(other, number_of, own, self._elapsed(lambda _: True), mark=False)
+        outdated = {numbers[number_of[n]] for n in other.outdated if n in number_of}
+        self.mark_outdated(self.outdated | outdated)
+        here, there = self.winner, other.winner
+        if there is not None and (here is None or there.date > here.date):
+            attributes = {**other._attributes(), "trials_at_finals": len(numbers)}
+            for key in ("finals", "machine", "winner", "trials_at_finals"):
+                value = attributes.get(key)
+                self._retry(partial(self._study.set_user_attr, key, value))
+        if (continued := other._attributes().get(CONTINUED_IN)) is not None:
+            self._retry(lambda: self._study.set_user_attr(CONTINUED_IN, continued))
+        return len(numbers) - len(own)
+
+    def _elapsed(self, counts: Callable[[FrozenTrial], bool]) -> float:
+        """The seconds of search that the trials took which count."""
+        found = (t.user_attrs.get("elapsed", 0.0) for t in self.trials() if counts(t))
+        return max(found, default=0.0)
+
+    def _add_copies(
+        self,
+        other: StudyLog,
+        keys: Mapping[int, str],
+        known: Mapping[str, int],
+        before: float,
+        *,
+        mark: bool,
+    ) -> dict[str, int]:
+        """Copy the trials of another study whose keys are not known, and return the numbers that
+        all keys have here. keys: by the number of a trial there; before: seconds of search before
+        them; mark: whether a copy says of what."""
+        numbers = dict(known)
+        following = len(self._retry(lambda: self._study.get_trials(deepcopy=False)))
         for trial in other.trials():
-            origin = origins[trial.number]
-            if origin in numbers:
+            key = keys[trial.number]
+            if key in numbers:
                 continue
-            attributes = trial.user_attrs | {COPY_OF: origin}
+            attributes = trial.user_attrs | ({COPY_OF: key} if mark else {})
             attributes["elapsed"] = round(before + attributes.get("elapsed", 0.0), 3)
             if (shared := attributes.get("shared_with")) is not None:
-                attributes["shared_with"] = numbers.get(origins.get(shared, ""))
+                attributes["shared_with"] = numbers.get(keys.get(shared, ""))
             copied = copy(trial)
             copied.user_attrs = attributes
             self.add(copied)
-            numbers[origin] = following
+            numbers[key] = following
             following += 1
-        if other._attributes().get(CONTINUED_IN) != self.name:
-            self._retry(lambda: other._study.set_user_attr(CONTINUED_IN, self.name))
+        return numbers
 
     @property
     def winner(self) -> Winner | None:
@@ -146,6 +185,13 @@ class StudyLog:
 def _origin(trial: FrozenTrial, study: str) -> str:
     """Return the identity of a trial, the same in all studies that have copies of it."""
     return str(trial.user_attrs.get(COPY_OF, f"{study}#{trial.number}"))
+
+
+def _made(trial: FrozenTrial) -> str:
+    """Return the identity of a trial, the same in copies of the study in other storages, of which
+    some keep whole seconds only."""
+    when = trial.datetime_complete
+    return f"{when and when.replace(microsecond=0)} {sorted(trial.params.items())}"
 
 
 def studies_like(storage: BaseStorage, name: str) -> list[str]:

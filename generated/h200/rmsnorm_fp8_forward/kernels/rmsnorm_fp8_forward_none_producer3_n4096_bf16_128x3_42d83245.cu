@@ -41,7 +41,7 @@ constexpr int kWeightOffset = 240;  // bytes into shared memory; not args.weight
 constexpr int kBroadcastOffset = 240;
 constexpr int kTilesOffset = 256;
 constexpr int kBlockColumns = 128;  // columns that share a scale
-constexpr int kBlockVectors = 2;  // of a thread that do
+constexpr int kBlockVectors = 2;  // vectors of a thread that do
 constexpr int kBlockLanes = 8;  // threads that do
 #define ROW_LOAD ".nc"
 // Rows are asked for with a priority in the L2.

@@ -41,7 +41,7 @@ constexpr int kWeightOffset = 224;  // bytes into shared memory; not args.weight
 constexpr int kBroadcastOffset = 224;
 constexpr int kTilesOffset = 256;
 constexpr int kBlockColumns = 32;  // columns that share a scale
-constexpr int kBlockVectors = 1;  // of a thread that do
+constexpr int kBlockVectors = 1;  // vectors of a thread that do
 constexpr int kBlockLanes = 4;  // threads that do
 #define ROW_LOAD ".nc"
 // Rows are asked for with a priority in the L2.

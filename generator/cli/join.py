@@ -1,0 +1,48 @@
+"""`tune.py join`: one folder of results from several, which machines wrote that share nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from generator.cli.arguments import CommandLine, folder_name
+from generator.errors import NormforgeError
+
+
+def join(argv: list[str]) -> int:
+    """Raises NormforgeError."""
+    parser = CommandLine(
+        prog="tune.py join",
+        description="Add the studies and packages of some folders of results to those of another "
+        "folder. Trials that it has already are left out. The later one of two winners of a shape "
+        "stands, and goes into the package.",
+    )
+    parser.add_argument(
+        "folders", nargs="+", type=folder_name, metavar="FOLDER", help="an --out of a run"
+    )
+    parser.add_argument(
+        "--into", required=True, type=folder_name, metavar="FOLDER", help="the folder that grows"
+    )
+    args = parser.parse(argv)
+    from generator.package.join import join_package
+    from generator.studies.storage import JOURNAL_NAME, open_storage
+    from generator.studies.study_log import StudyLog
+    from generator.tuner.lifecycle import exclusive_run
+
+    into: Path = args.into
+    for folder in args.folders:
+        if folder.resolve() == into.resolve():
+            raise NormforgeError(f"{folder} cannot be joined into itself: name another --into")
+        if not any((folder / f"{JOURNAL_NAME}{end}").exists() for end in ("", ".xz")):
+            raise NormforgeError(f"{folder} has no {JOURNAL_NAME}: name the --out of a run")
+    with exclusive_run(into):
+        storage = open_storage(into / JOURNAL_NAME)
+        for folder in args.folders:
+            others = open_storage(folder / JOURNAL_NAME)
+            names = [study.study_name for study in others.get_all_studies()]
+            came = sum(StudyLog(storage, name).join(StudyLog(others, name)) for name in names)
+            print(f"{folder}: {came} trials in {len(names)} studies")
+            for package in sorted(table.parent for table in folder.glob("*/table.json")):
+                kernels, replaced = join_package(package, into / package.name)
+                bits = f"; the bits of these may change: {', '.join(replaced)}" if replaced else ""
+                print(f"{package}: {kernels} kernels{bits}")
+    return 0

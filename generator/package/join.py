@@ -1,0 +1,74 @@
+"""Joins packages of one operation and GPU that were tuned apart."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from generator.errors import NormforgeError
+from generator.kernels.code_digest import compiler_input
+from generator.kernels.nvrtc import compile_source, nvrtc_version
+from generator.package.atomic_folder import check_writable, replacing_folder
+from generator.package.emit import emit_package, read_forward_table
+from generator.package.entries import Entry, Forwards, problem_of
+from generator.package.sources import variant_of
+from generator.target import Target, find_target
+from normforge.table import Table, TableOf
+
+
+def join_package(source: Path, package: Path) -> tuple[int, tuple[str, ...]]:
+    """Extend a package by the tuned kernels of another one that it lacks, or that were chosen later
+    than its own. Returns how many these are, and the shapes whose bits may change because they had
+    another kernel. Fallback kernels stay. Where there is no package yet, it becomes a copy of the
+    other one.
+
+    Raises NormforgeError, leaving the package as it was, for packages that cannot be read or are
+    of different GPUs, and where a kernel is another one with this NVRTC and today's templates.
+    """
+    table = _load(source)
+    if not package.exists():
+        check_writable(package)
+        with replacing_folder(package) as fresh:
+            shutil.copytree(source, fresh, dirs_exist_ok=True)
+        return len(table.tuned), ()
+    own = _load(package)
+    if own.target != table.target:
+        raise NormforgeError(f"{source} and {package} are for different GPUs: join those of one")
+    target = replace(find_target(str(table.target["name"])), sms=int(table.target["sms"]))
+    entries = [*_later(table, own, target)]
+    theirs = read_forward_table(source)
+    forwards = [*_later(theirs, read_forward_table(package), target)] if theirs else []
+    if not entries and not forwards:
+        return 0, ()
+    more = Forwards(tuple(forwards), ()) if forwards else None
+    emission = emit_package(entries, (), target, package, more, keep_fallbacks=True)
+    return len(entries) + len(forwards), emission.replaced
+
+
+def _load(package: Path) -> Table:
+    try:
+        return Table.load(package)
+    except (OSError, ValueError) as error:
+        raise NormforgeError(f"{package} holds no readable package ({error})") from error
+
+
+def _later(table: TableOf[Any], own: TableOf[Any] | None, target: Target) -> Iterator[Entry]:
+    """The kernels of a table that another one lacks, or has of an earlier date."""
+    dates = {problem_of(tuned): tuned.provenance["date"] for tuned in (own.tuned if own else ())}
+    for tuned in table.tuned:
+        problem, kernel = problem_of(tuned), tuned.kernel
+        if tuned.provenance["date"] <= dates.get(problem, ""):
+            continue
+        variant = variant_of(kernel)
+        source, register_cap = compiler_input(variant, comments=False)
+        compiled = compile_source(source, target.arch, register_cap)
+        if compiled.digest != kernel.digest:
+            raise NormforgeError(
+                f"the kernel of {problem} was made by NVRTC {kernel.nvrtc} and is another one with"
+                f" {nvrtc_version()} and today's templates: join it where it was tuned, or tune"
+                " that shape again"
+            )
+        yield Entry(problem, variant, compiled, tuned.evidence, tuned.provenance)
