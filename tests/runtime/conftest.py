@@ -90,10 +90,13 @@ def calls(request: pytest.FixtureRequest, driver: FakeDriver, device: FakeDevice
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what `-m` does not ask for
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark as slow what needs the extension, because that is compiled first."""
+    fixtures = {"module", "make"}
     for item in items:
-        if Path(__file__).parent in item.path.parents and {"module", "make"} & {
-            *getattr(item, "fixturenames", ())
-        }:
+        if Path(__file__).parent not in item.path.parents:
+            continue
+        if taken := fixtures & {*getattr(getattr(item, "callspec", None), "params", ())}:
+            raise pytest.UsageError(f"{item.nodeid}: {taken} are fixtures of the extension")
+        if fixtures & {*getattr(item, "fixturenames", ())}:
             item.add_marker(pytest.mark.slow)
 
 

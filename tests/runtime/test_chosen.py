@@ -71,6 +71,16 @@ def test_kernels_are_those_of_the_gpu_of_the_tensors(machine: Any) -> None:
     assert package._source(0) is package._source(2) and read[0] == read[2] != read[1]
 
 
+@pytest.mark.parametrize("current", [0, 1])
+def test_the_gpu_is_the_current_one(monkeypatch: pytest.MonkeyPatch, current: int) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    for name, value in (("is_initialized", True), ("is_available", True)):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(packages, "gpu_of", GPUS.__getitem__)
+    assert packages.find_gpu() == GPUS[current]
+
+
 def test_backwards_of_sums_have_the_kernels_of_the_gpu(machine: Any, tmp_path: Path) -> None:
     folder = tmp_path / "generated" / "h200" / "rmsnorm_sum2_backward"
     folder.mkdir()

@@ -393,6 +393,13 @@ def test_a_call_counts_by_the_recorder_that_it_found(
     counting.count.assert_called_once()
 
 
+def test_a_shape_that_stands_twice_counts_twice() -> None:
+    """Somebody may put two files into one."""
+    text = collected.written({("rmsnorm_backward", "64x64:bf16"): 2})
+    again = text[text.index("  rmsnorm_backward") :]
+    assert collected.read(text + again) == {("rmsnorm_backward", "64x64:bf16"): 4}
+
+
 def test_many_writers_lose_nothing(tmp_path: Path) -> None:
     path = tmp_path / "shapes.yaml"
     writers = [

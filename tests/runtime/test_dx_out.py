@@ -136,6 +136,23 @@ def test_overlap_is_refused_though_the_call_is_known(package: Package) -> None:
             package.rmsnorm_backward(**given | {"dy": dy}, dx_out=dx_out)
 
 
+@pytest.mark.parametrize("gap", [0, 8])
+@pytest.mark.parametrize("behind", [False, True])
+def test_overlap_by_one_element_is_refused(package: Package, gap: int, behind: bool) -> None:
+    """dx_out lies before or behind x, whose rows may have gaps."""
+    buffer = torch.zeros(1000, dtype=BF16)
+    x = buffer.as_strided((6, 16), (16 + gap, 1), 300).fill_(1.0)
+    given, first, end = arguments(6, 16, x=x), 300, 300 + 5 * (16 + gap) + 16
+    for inside in (1, 0):
+        start = end - inside if behind else first - 6 * 16 + inside
+        dx_out = buffer[start : start + 6 * 16].view(6, 16)
+        if inside:
+            with pytest.raises(ValueError, match="dx_out overlaps x, which must keep"):
+                package.rmsnorm_backward(**given, dx_out=dx_out)
+        else:
+            package.rmsnorm_backward(**given, dx_out=dx_out)
+
+
 def test_calls_over_dy_and_apart_are_prepared_each_for_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

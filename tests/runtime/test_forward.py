@@ -198,6 +198,31 @@ def test_a_residual_with_two_strides_is_copied_also_when_it_is_x(
     assert row_layout(x).inner
 
 
+@pytest.mark.parametrize(
+    ("stride", "outer", "alignment"), [(16, 64, 32), (16, 52, 8), (20, 64, 8), (16, 66, 4)]
+)
+def test_vectors_are_as_wide_as_every_step_between_rows_allows(
+    forward: Forward, monkeypatch: pytest.MonkeyPatch, stride: int, outer: int, alignment: int
+) -> None:
+    """Four heads lie `stride` elements apart, and those of the next token `outer` after them."""
+    found: list[int] = []
+
+    def choose(*given: Any) -> Any:
+        found.append(given[4])
+        return SimpleNamespace(kernel=1)
+
+    table = SimpleNamespace(choose=choose, target={})
+    forward._source = cast(Any, lambda _: SimpleNamespace(forward=table, loaded={1: "loaded"}))
+    monkeypatch.setattr(serve_module, "foreign_device", lambda *_: "")
+    monkeypatch.setattr(serve_module, "forward_call", lambda *_: None)
+    with FakeTensorMode():
+        buffer = torch.empty(1000, device="cuda", dtype=torch.bfloat16)
+        x = buffer.as_strided((6, 3, 16), (outer, stride, 1))
+    monkeypatch.setattr(type(x), "data_ptr", lambda self: 256)
+    forward._prepare(x, None, None)
+    assert found == [alignment]
+
+
 def test_launch_gets_addresses_extents_and_the_function_for_the_residual(
     driver: FakeDriver, device: FakeDevice
 ) -> None:

@@ -31,6 +31,7 @@ from tests.support.graph_steps import (
     given,
     marked,
     norm,
+    results,
     trace,
 )
 from tests.support.layer_classes import model_of, step
@@ -148,6 +149,20 @@ LEFT: dict[str, Step] = {
 @pytest.mark.parametrize("name", LEFT)
 def test_other_additions_stay(package: Package, name: str) -> None:
     check_routed(package, trace(LEFT[name]), 0)
+
+
+@needs_whole_forward
+def test_a_backward_that_adds_a_gradient_takes_no_second_one(package: Package) -> None:
+    def twice(x: Any, r: Any, g: Any, w: Any) -> Any:
+        dx, dw = backward(g, x, w)[:2]
+        return (dx + r) + x, dw
+
+    module, inputs = trace(twice), given(seed=9)
+    wanted = module(*inputs)
+    for _ in range(2):  # the second pass sees what the first one has made
+        route(module, package.ops)
+        assert len(additions(module)) == 1
+    torch.testing.assert_close(results(module(*inputs)), results(wanted), atol=1e-5, rtol=1e-5)
 
 
 @needs_whole_forward

@@ -15,6 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from normforge.api import Package
+from normforge.frontends.tried import are_close
 from tests.support.entry_points import equal_bits, grads, randn, spied
 from tests.support.foreign_norms import (
     OTHER_NORMS,
@@ -519,3 +520,13 @@ def test_a_norm_that_differs_where_it_can_be_tried_is_left_alone(package: Packag
             return super().forward(x)
 
     assert package.patch(NarrowRMSNorm(), casting="torch") == []
+
+
+@pytest.mark.parametrize("size", [1.0, 1e4])
+def test_gradients_are_compared_by_the_size_of_their_rows(size: float) -> None:
+    """The gradient of a row falls as the row grows, and a wrong one is wrong by as much of it."""
+    x = size * randn(3, 8)
+    y, dx, dw = randn(3, 8, seed=1), randn(3, 8, seed=2) / size, randn(8, seed=3)
+    assert are_close((y, dx, dw), (y, dx * (1 + 1e-6), dw), x)
+    assert not are_close((y, dx, dw), (y, dx * 1.01, dw), x)
+    assert not are_close((y, dx, dw), (y, dx, dw * 1.01), x)

@@ -356,14 +356,14 @@ def test_calls_of_many_kinds_are_recognised_in_turn(entry_point: EntryPoint) -> 
             assert entry_point.known_after(*tensors, **call_options)
 
 
-@pytest.mark.parametrize("make", ENTRY_POINTS)
+@pytest.mark.parametrize("kind", ENTRY_POINTS)
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(picks=st.lists(st.integers(0, 10**6), min_size=30, max_size=150))
 def test_every_call_is_served_as_its_own_in_any_order(
-    make: type[Any], picks: list[int], tmp_path: Path
+    kind: type[Any], picks: list[int], tmp_path: Path
 ) -> None:
     """Lists are renewed and tables cleared all the time. An `Own` refuses other calls."""
-    entry_point = make(a_package(tmp_path, make.write))
+    entry_point = kind(a_package(tmp_path, kind.write))
     with pytest.MonkeyPatch.context() as patch, aten_on_cpu(), entry_point.around():
         patch.setattr("normforge.serve.call_cache._MOST_KEYS", 5)
         patch.setattr("normforge.serve.call_cache._MISSES_TO_FORGET", 3)
@@ -395,9 +395,9 @@ def test_recent_calls_are_found_by_the_first_checks_alone(
         assert entry_point.known_after(*tensors)
 
 
-@pytest.mark.parametrize("make", BACKWARDS)
-def test_calls_of_the_formula_off_the_gpu_are_not_kept(tmp_path: Path, make: type[Any]) -> None:
-    entry_point = make(make.write(tmp_path))
+@pytest.mark.parametrize("kind", BACKWARDS)
+def test_calls_of_the_formula_off_the_gpu_are_not_kept(tmp_path: Path, kind: type[Any]) -> None:
+    entry_point = kind(kind.write(tmp_path))
     for _ in range(3):
         assert not entry_point.known_after(*tensors_of(entry_point))
 
@@ -415,20 +415,20 @@ def test_threads_are_served_each_with_its_own(
     in_threads([partial(work, 1 + 5 * i) for i in range(4)])
 
 
-@pytest.mark.parametrize("make", BACKWARDS)
+@pytest.mark.parametrize("kind", BACKWARDS)
 def test_autograd_gets_the_gradients_of_the_formula_for_many_kinds(
-    tmp_path: Path, make: type[Any]
+    tmp_path: Path, kind: type[Any]
 ) -> None:
-    package = make.write(tmp_path)
+    package = kind.write(tmp_path)
     package._calls._device = ""
-    entry_point, functional = make(package), torch.nn.functional  # counts
+    entry_point, functional = kind(package), torch.nn.functional  # counts
     for step in range(4):
         before = entry_point.prepared
         for M in range(1, 2 * _MOST):
             x = torch.randn(M, 32, requires_grad=True)
             weight = torch.randn(32, requires_grad=True)
             dy = torch.randn(M, 32)
-            if make is LayerNorm:
+            if kind is LayerNorm:
                 mine = package.layer_norm(x, weight, eps=1e-6)
                 y = functional.layer_norm(x, (32,), weight, eps=1e-6)
             else:
@@ -479,9 +479,9 @@ def test_layer_norm_that_pytorch_serves_is_pytorchs_under_install_too(tmp_path: 
 
 
 @pytest.mark.parametrize("asks", ["x", "dy"])
-@pytest.mark.parametrize("make", BACKWARDS)
+@pytest.mark.parametrize("kind", BACKWARDS)
 def test_known_call_whose_gradient_is_wanted_refuses_it(
-    tmp_path: Path, asks: str, make: type[Any]
+    tmp_path: Path, asks: str, kind: type[Any]
 ) -> None:
     """The checks see that a tensor requires a gradient, and not whether that counts."""
 
@@ -492,12 +492,12 @@ def test_known_call_whose_gradient_is_wanted_refuses_it(
         )
         return found
 
-    package = a_package(tmp_path, make.write)
+    package = a_package(tmp_path, kind.write)
     package._find = find
-    backward = package.rmsnorm_backward if make is Backward else package.layer_norm_backward
+    backward = package.rmsnorm_backward if kind is Backward else package.layer_norm_backward
     tensors = {"dy": torch.randn(6, 64), "x": torch.randn(6, 64), "rstd": torch.ones(6, 1)}
     given = known = (*tensors.values(), torch.ones(64))
-    if make is LayerNorm:
+    if kind is LayerNorm:
         mean = torch.zeros(6, 1)
         given, known = (*given[:2], mean, *given[2:]), (*known, mean)
     tensors[asks].requires_grad_()

@@ -197,6 +197,7 @@ def test_few_rows_have_kernels_for_few_rows() -> None:
     assert chosen(table, 7) == ("fallback", "any1024_16"), "a quarter of what it was tuned for"
     near = Table(TABLE.target, (entry(192), many), TABLE.fallback)
     assert chosen(near, 128) == chosen(near, 49) == ("nearest", "k192")
+    assert chosen(near, 48) == ("fallback", "any1024_16"), "exactly a quarter"
     without = Table(TABLE.target, (many,), TABLE.fallback)
     assert chosen(without, 3) == ("fallback", "any1024_16")
     reason = without.choose(3, 1024, "bf16", "bf16").reason

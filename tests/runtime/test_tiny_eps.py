@@ -217,7 +217,7 @@ def test_backwards_in_graphs_stay_pytorchs(step_of: Any, write: Any, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("norm", "module", "write"),
+    ("norm", "layer_class", "write"),
     [
         (lambda x, w, eps: rms_norm(x, (N,), w, eps), torch.nn.RMSNorm, write_package),
         (
@@ -227,7 +227,9 @@ def test_backwards_in_graphs_stay_pytorchs(step_of: Any, write: Any, tmp_path: P
         ),
     ],
 )
-def test_graphs_before_autograd_show_it(norm: Any, module: Any, write: Any, tmp_path: Path) -> None:
+def test_graphs_before_autograd_show_it(
+    norm: Any, layer_class: Any, write: Any, tmp_path: Path
+) -> None:
     package: Package | LayerNormPackage = write(tmp_path)
     found: list[bool] = []
 
@@ -236,7 +238,7 @@ def test_graphs_before_autograd_show_it(norm: Any, module: Any, write: Any, tmp_
         return graph
 
     for eps in (SMALLEST_EPS, 0.0):
-        layer = module(N, eps)
+        layer = layer_class(N, eps)
         for function in (lambda x, w, eps=eps: norm(x, w, eps), lambda x, w, m=layer: m(x)):
             torch._dynamo.reset()
             torch.compile(function, backend=backend)(randn(6, N), randn(N, seed=1))

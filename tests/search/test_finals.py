@@ -429,7 +429,7 @@ def test_another_family_takes_no_place_from_the_best_of_one_launch() -> None:
 def test_the_first_of_the_shortlist_stays_a_finalist() -> None:
     """Though it alone has two launches, where others of its family have one."""
     separate = next(config for config in of_families(30) if launches(config) == 2)
-    alike = variations(separate, 40)
+    alike = variations(separate, 100)
     ones = [config for config in alike if launches(config) == 1][:6]
     others = [config for config in of_families(30) if family_of(config) != family_of(separate)][:2]
     assert len(ones) == 6 and len(others) == 2

@@ -150,3 +150,15 @@ def test_numbers_of_threads_for_few_lengths_are_searched_where_they_share_rows_e
         if isinstance(legal(problem, TARGET, pipeline="direct", threads_per_row=threads), Variant)
     }
     assert found == served
+
+
+@pytest.mark.parametrize(("rows", "legal_so"), [(264, True), (263, False)])
+def test_a_wave_of_ctas_may_have_exactly_one_batch_each(rows: int, legal_so: bool) -> None:
+    """Two CTAs on each of 132 SMs have a row each, or there is one row too few."""
+    problem = Problem.parse(f"{rows}x2048:bf16")
+    wanted = {"strategy": "column_slices", "pipeline": "direct", "threads_per_row": 128}
+    config = SPACE.normalize({**wanted, "ctas_per_sm": 2}, problem, TARGET)
+    rejection = SPACE.reject(config, problem, TARGET)
+    assert (rejection is None) == legal_so, rejection
+    if not legal_so:
+        assert str(rejection).startswith("rows_enough: 263 rows make 263 batches, too few for 264")

@@ -12,6 +12,7 @@ from typing import Any
 import optuna
 import pytest
 from optuna.storages import BaseStorage
+from optuna.trial import FrozenTrial, create_trial
 
 from generator.errors import NormforgeError
 from generator.studies import outage
@@ -55,6 +56,31 @@ def test_the_last_finals_say_who_won(storage: BaseStorage) -> None:
     for winner in (None, WINNER, other, None, WINNER):
         log.save_finals(winner, [], 1, {})
         assert StudyLog(storage, NAME).winner == winner
+
+
+def test_seconds_of_an_older_study_count_once_though_the_copy_was_interrupted(
+    storage: BaseStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, seconds in ((f"{NAME}:aaaa", (1.0, 5.0, 9.0)), (f"{NAME}:bbbb", (2.0, 4.0))):
+        for elapsed in seconds:
+            StudyLog(storage, name).add(create_trial(value=1.0, user_attrs={"elapsed": elapsed}))
+    log, add, left = StudyLog(storage, NAME), StudyLog.add, [2]
+
+    def killed(self: StudyLog, trial: FrozenTrial) -> None:
+        if not left:
+            raise KeyboardInterrupt
+        left.pop()
+        add(self, trial)
+
+    monkeypatch.setattr(StudyLog, "add", killed)
+    for allowed in (2, 0, 1):
+        left[:] = [0] * allowed
+        if allowed != 1:
+            with pytest.raises(KeyboardInterrupt):
+                log.take_over()
+        else:
+            log.take_over()
+    assert [trial.user_attrs["elapsed"] for trial in log.trials()] == [2.0, 4.0, 5.0, 9.0, 13.0]
 
 
 def test_trials_out_of_date_stay_marked(storage: BaseStorage) -> None:

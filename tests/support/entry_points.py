@@ -87,7 +87,16 @@ def aten_on_cpu(calls: list[str] | None = None, layer_norm: bool = False) -> Ite
         norm = "native_layer_norm" if layer_norm else "_fused_rms_norm"
         library.impl(norm, forward, "CPU")
         library.impl(f"{norm}_backward", centred if layer_norm else backward, "CPU")
-        yield
+        # Traces with symbols keep which kernels there are.
+        operators = torch.ops.aten.rms_norm, getattr(torch.ops.aten, norm)
+        known = [operator.default._dispatch_cache for operator in operators]
+        try:
+            for each in known:
+                each.clear()
+            yield
+        finally:
+            for each in known:
+                each.clear()
 
 
 def routing_on_cpu(package: Package | LayerNormPackage) -> Installation:
