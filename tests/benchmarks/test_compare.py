@@ -112,6 +112,19 @@ def test_goals_stay_open_until_all_of_their_shapes_are_measured() -> None:
     assert set(verdicts([]).values()) == {None}
 
 
+def test_goals_against_peers_stay_open_while_no_peer_was_timed_at_a_shape() -> None:
+    """One shape that ours loses misses them all the same."""
+    some = rows()
+    some[3]["peers"] = {"quack": cell(None, reason="ValueError: too wide")}
+    each, mean = (f"faster than the best peer, {what}" for what in ("each", "geometric mean"))
+    found = verdicts(some)
+    assert found["all 47 shapes, geometric mean"] is True
+    assert (found[each], found[mean]) == (None, None)
+    some[4] = row(EVERY[4], 1.6)
+    found = verdicts(some)
+    assert (found[each], found[mean]) == (False, None)
+
+
 def test_a_shape_on_which_ours_failed_misses_its_goals() -> None:
     some = rows()
     some[0]["ours_us"] = None
@@ -271,6 +284,14 @@ def test_a_resumed_run_keeps_rows_and_date_and_skips_what_it_has(tmp_path: Path)
     results.sort(EVERY)
     assert [problem_of(found) for found in results.rows] == EVERY[:2]
     assert Results.resume(tmp_path / "none.json", later).rows == []
+
+
+def test_a_resumed_run_knows_the_peers_of_all_its_rows(tmp_path: Path) -> None:
+    path, aten, quack = tmp_path / "h200.json", {"aten": "2.11.0"}, {"quack": "0.6.5"}
+    for peers, known in ((aten, aten), (quack, aten | quack), (aten, aten | quack)):
+        results = Results.resume(path, {**ENVIRONMENT, "peers": peers})
+        results.write()
+        assert Results.read(path).environment["peers"] == known
 
 
 @pytest.mark.parametrize(

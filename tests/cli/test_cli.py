@@ -41,9 +41,11 @@ from tests.support.packages import archived_cubins, unsealed
 from tests.support.patience import patience
 from tests.support.runs import command, kill_and_resume, trials
 from tests.support.samples import sm_of
-from tests.support.synthetic import shrink
+from tests.support.searches import DETERMINISTIC
+from tests.support.synthetic import make_winner, shrink
 
 GB200 = find_target("gb200")
+WINNER = make_winner(DETERMINISTIC[0])
 SHAPES = "512x256:bf16,300x1536:bf16,64x1001:bf16:fp32"
 """Shapes of two pairs of dtypes: the fallback kernels of each take 10 s to compile."""
 SMOKE = ["--gpu", "gb200", "--shapes", SHAPES, "--trials", "6", "--json"]
@@ -465,6 +467,40 @@ def test_interrupt_before_the_search_is_one_sentence(
     assert said.out == ""
     assert said.err == f"{cli_tune.INTERRUPTED}\n"
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("found", "interrupted", "code", "said"),
+    [
+        (True, False, 0, ""),
+        (True, True, 1, "Interrupted: the same command resumes where this run stopped.\n"),
+        (False, False, 1, "1 shapes have no winner.\n"),
+        (False, True, 1, "Interrupted: the same command resumes where this run stopped.\n"),
+    ],
+    ids=["done", "ended early", "no winner", "ended early without a winner"],
+)
+def test_a_run_that_was_ended_early_tells_so_by_its_exit_code(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    found: bool,
+    interrupted: bool,
+    code: int,
+    said: str,
+) -> None:
+    """A run is ended early also where all winners are known and their package is being written."""
+
+    def tuned(plan: Plan, workers: object, status: Status) -> Outcome:
+        (problem,) = plan.problems
+        return Outcome(((problem, WINNER if found else None),), None, interrupted, {}, 0)
+
+    monkeypatch.setattr(cli_tune, "choose_target", lambda *arguments: (GB200, None, "Predicting."))
+    monkeypatch.setattr(cli_tune, "tune", tuned)
+    line = ["--gpu", "gb200", "--shapes", str(WINNER.problem), "--out", str(tmp_path / "out")]
+    assert tune.main([*line, "--json"]) == code
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["interrupted"] is interrupted
+    assert printed.err.removeprefix("Predicting.\n") == said
 
 
 @pytest.mark.slow

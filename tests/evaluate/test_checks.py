@@ -17,7 +17,7 @@ from generator.evaluate.gpu.noise import collect, noise_in
 from generator.evaluate.gpu.protocol import Candidate, Job
 from generator.evaluate.gpu.rotation import FLUSH, ROTATION
 from generator.evaluate.gpu.session import Session
-from generator.evaluate.verify import accuracy
+from generator.evaluate.verify import accuracy, determinism
 from generator.evaluate.verify.accuracy import check_accuracy, compare
 from generator.evaluate.verify.bench import Bench
 from generator.evaluate.verify.determinism import check_call_options, check_repeats, digest
@@ -132,6 +132,36 @@ def test_packed_rows_are_not_asked_of_a_kernel_that_does_not_take_them() -> None
 def test_a_mistake_in_one_call_option_is_found_and_named(name: str) -> None:
     mistake, said = MISTAKES[name]
     assert said in check_call_options(bench(mistake), INPUTS, SIGNATURE)
+
+
+def add_chunks(call: dict[str, Any], left_out: int = 0) -> None:
+    """Adds the sums of every eight rows one after another, as batch-invariant kernels do. left_out:
+    rows that are forgotten in a call that adds."""
+    if call["dw"] is None:
+        return
+    adds, given = call["mode"] == DW_ADDED, call["in"]
+    x, dy = (tensor.reshape(24, -1).float() for tensor in (given.x, given.dy))
+    products = (x * dy * given.rstd[:, None])[left_out if adds else 0 :]
+    dw = call["before"]["dw"] if adds else torch.zeros(40)
+    for chunk in products.split(8):
+        dw = dw + chunk.sum(0)
+    call["dw"].copy_(dw)
+
+
+@pytest.mark.parametrize(
+    ("batch_invariant", "left_out", "said"),
+    [
+        (True, 0, ""),
+        (True, 8, "dw added to a buffer is not the buffer and dw"),
+        (False, 0, "dw added to a buffer is not the buffer and dw"),
+    ],
+)
+def test_sums_are_added_chunk_by_chunk_where_that_is_promised(
+    monkeypatch: pytest.MonkeyPatch, batch_invariant: bool, left_out: int, said: str
+) -> None:
+    monkeypatch.setattr(determinism, "CHUNK_ROWS", 8)
+    made = bench(partial(add_chunks, left_out=left_out))
+    assert check_call_options(made, INPUTS, SIGNATURE, batch_invariant) == said
 
 
 def found_by(

@@ -8,12 +8,13 @@ from math import exp, log
 from pathlib import Path
 from statistics import fmean
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.pages.text import read
-from benchmarks.prediction.fit import examples, fit_all
+from benchmarks.prediction.fit import examples, fit_all, held_out
 from benchmarks.prediction.score import least, score
 from benchmarks.prediction.shapes import MEASURED, Shape, Trial, digests_of, physical, read_shapes
 from generator.cli.pack import pack
@@ -112,6 +113,18 @@ def test_the_best_of_five_is_of_five_different_trials(fastest: int, slowdown: fl
     shape = Shape(PROBLEM, TARGET, tuple(trials), variant.config, FLOOR_US)
     found = score(shape, [1.0 + place for place in range(7)], least)
     assert (found.of_five, found.first) == (slowdown, float(fastest != 0))
+
+
+def test_held_out_factors_are_learnt_from_the_shapes_of_other_groups() -> None:
+    """Each shape has two trials, for which the physical terms leave the same to be explained."""
+    trial = Trial(make_variant(DETERMINISTIC[0], PROBLEM), Resources(32, 0, 0, 0), 0.2, True)
+    shapes = [Shape(PROBLEM, TARGET, (trial, trial), trial.config, FLOOR_US)] * 4
+    groups, left = ["wide", "narrow", "wide", "long"], (0.04, 0.1, -0.02, 0.2)
+    rows = [np.array([[0.0], [1.0]])] * 4
+    found = held_out(shapes, groups, ("feature",), rows, [np.full(2, each) for each in left])
+    wide, narrow, long = (0.1 + 0.2) / 2, (0.04 - 0.02 + 0.2) / 3, (0.04 + 0.1 - 0.02) / 3
+    for factors, expected in zip(found, (wide, narrow, wide, long), strict=True):
+        assert factors == pytest.approx([expected] * 2, abs=1e-4)
 
 
 @pytest.mark.slow

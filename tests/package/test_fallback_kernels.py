@@ -21,6 +21,7 @@ from generator.package.fallback_kernels import (
     first_choices,
     load_layouts,
     rows_key,
+    serves,
 )
 from generator.problem import ITEMSIZE, Problem
 from generator.target import Target, find_target, load_targets
@@ -88,6 +89,20 @@ def test_rows_of_narrow_vectors_have_a_kernel_for_about_their_length(name: str) 
         for N in (129, 257, 513, 1025, 2049, 3073, 4097):
             for columns in (N, N + 1):
                 assert served(table, columns, pair)[1] <= 3 * N, (pair, columns)
+
+
+@pytest.mark.parametrize("pair", DTYPES)
+def test_a_variant_serves_its_rows_to_both_ends(pair: tuple[str, str]) -> None:
+    """The rows are those for which a package chooses it."""
+    variants = first_choices(fallback_variants(H200, [pair]))
+    table = fallback_table(variants, H200)
+    ends = {end + more for v in variants for end in (v.least, v.N) for more in (-1, 0, 1)}
+    for N in sorted(ends - {0}):
+        found = [v for v in variants if serves(v, Problem(64, N, *pair))]
+        chosen = max(found, key=lambda v: v["vector_bytes"], default=None)
+        size = (chosen["vector_bytes"], chosen.N) if chosen else (0, 0)
+        assert size == served(table, N, pair), N
+        assert len({v["vector_bytes"] for v in found}) == len(found), N
 
 
 @pytest.mark.parametrize("operation", ["layernorm_backward", "layernorm_forward"])

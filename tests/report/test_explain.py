@@ -196,6 +196,25 @@ def test_a_winner_whose_trial_was_not_kept(why: Explanation) -> None:
     assert verdict.record.outcome == "ok"
 
 
+def test_a_finalist_that_is_no_trial_of_the_study_is_behind_the_winner_of_the_finals(
+    why: Explanation,
+) -> None:
+    """Times are 1 % longer in the finals than in the search."""
+    study = why.study
+    other = next(r.config for r in study.records if r.config["strategy"] == "last_cta")
+    records = tuple(r for r in study.records if r.config != other)
+    result = final(make_variant(other, study.problem))
+    finals = (*((c, r) for c, r in study.finals if c != other), (other, result))
+    asked = replace(why, study=replace(study, records=records, finals=finals))
+    verdict = asked.why_not(other)
+    assert verdict.kind == "slower" and verdict.record is not None
+    assert study.winner is not None and study.winner.result.ratio is not None
+    assert result.ratio is not None
+    behind = result.ratio / study.winner.result.ratio - 1
+    assert verdict.record.behind == pytest.approx(behind)
+    assert verdict.sentences == (f"{behind:+.1%} in the finals, side by side with the winner",)
+
+
 def test_a_finalist_that_is_faster_but_needs_a_launch_more(why: Explanation) -> None:
     winner = why.study.winner
     assert winner is not None

@@ -134,6 +134,22 @@ def test_notes_of_healthy_trials_are_no_failures() -> None:
     assert summary.reasons == [("wrong", "dx[…, …] is …", 2)]
 
 
+def test_the_share_of_a_knob_is_its_mean_over_the_studies_that_know_importances() -> None:
+    """A knob that a study does not have means nothing there; the last study knows none at all."""
+    wide = replace(PROBLEM, N=2 * PROBLEM.N)
+    studies = (
+        replace(study(), importance={"cluster": 0.6, "stages": 0.4}),
+        replace(study(problem=wide), importance={"stages": 1.0}),
+        study(problem=replace(PROBLEM, M=1)),
+    )
+    summary = Summary("h200", "somewhere", studies, 0)
+    found = [(knob.name, knob.share, knob.most, knob.most_at) for knob in summary.knobs]
+    assert found == [
+        ("stages", pytest.approx(0.7), 1.0, str(wide)),
+        ("cluster", pytest.approx(0.3), 0.6, str(PROBLEM)),
+    ]
+
+
 def test_ratios_to_another_floor_are_left_out_of_the_mean() -> None:
     residual = Problem.parse("4096x1024:bf16+residual")
     plain, own = timed(3.0), replace(timed(2.0), extra={"floor_bytes": 1})
