@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 
 from generator.cli.main import make_parser
 from generator.package.emit import emit_package
@@ -173,6 +175,28 @@ def test_slurm_script_starts_one_tuner_on_all_gpus_of_a_node(tmp_path: Path) -> 
     assert told[program - 1] == sys.executable
     args = make_parser().parse(told[program + 1 :])
     assert (args.gpu, args.devices, args.storage) == ("h200", tuple(range(8)), storage)
+
+
+@pytest.mark.parametrize("kind", ["Model", "PlainModel"])
+def test_main_grad_counts_every_micro_batch_once(kind: str) -> None:
+    """The sum is made of gradients that autograd returns and no hook sees. The example compares two
+    models with one hook, whose mistakes would be in both."""
+    example = runpy.run_path(str(EXAMPLES / "main_grad.py"))
+    torch.manual_seed(0)
+    model, apart = example[kind](16), example["PlainModel"](16)
+    apart.load_state_dict(model.state_dict())
+    expected = [torch.zeros_like(parameter) for parameter in apart.parameters()]
+    for parameter in model.parameters():
+        parameter.main_grad = torch.zeros_like(parameter)
+        parameter.grad_added_to_main_grad = False
+        parameter.register_post_accumulate_grad_hook(example["add_to_main_grad"])
+    for batch in torch.randn(3, 8, 16):
+        model(batch).square().sum().backward()
+        found = torch.autograd.grad(apart(batch).square().sum(), [*apart.parameters()])
+        for total, gradient in zip(expected, found, strict=True):
+            total += gradient
+        for parameter, total in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.main_grad, total, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("line", LINES)

@@ -343,8 +343,12 @@ def test_a_wheel_carries_packages_with_a_library_of_their_own(
     folder = wheel_sources / "generated" / "x100"
     with tarfile.open(BEFORE) as archive:
         archive.extractall(folder, filter="data")
-    (folder / "before_library").rename(folder / "rmsnorm_backward")
+    package = (folder / "before_library").rename(folder / "rmsnorm_backward")
     wheel_of(wheel_sources, tmp_path / "site")
+    site = tmp_path / "site" / "normforge" / "generated" / "x100" / "rmsnorm_backward"
+    # A wheel has a license and metadata of its own.
+    assert files_of(package) - files_of(site) == {"LICENSE", "pyproject.toml"}
+    assert any(name.startswith("include/") for name in files_of(site))
     program = """
 import torch
 from normforge.generated.x100.rmsnorm_backward import RMSNorm, _package
