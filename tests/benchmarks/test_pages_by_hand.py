@@ -84,11 +84,12 @@ def test_only_rows_with_another_weight_are_told_of(folder: Path) -> None:
 
 
 def test_peers_at_different_numbers_of_shapes_say_both(folder: Path) -> None:
-    rows = (compared(A, 10.0, 10.0, cudnn=20.0, quack=30.0), compared(B, 10.0, 10.0, cudnn=20.0))
-    write(folder, "on_rotation", comparison_of(*rows))
-    write(folder, "on_flush", comparison_of(rows[0]))
+    """QuACK was timed at both shapes under rotation, and at one of them after a flush."""
+    a, b = (compared(shape, 10.0, 10.0, cudnn=20.0, quack=30.0) for shape in (A, B))
+    write(folder, "on_rotation", comparison_of(a, b))
+    write(folder, "on_flush", comparison_of(a, compared(B, 10.0, 10.0, cudnn=20.0)))
     page = both_conditions.under("on_{}")
-    assert cells(page, "QuACK 0.6.5 |") == ["3.000 (1 shape)", "3.000", "3.000", "3.000"]
+    assert cells(page, "QuACK 0.6.5 |") == ["3.000", "3.000 (1 shape)", "3.000", "3.000"]
     assert cells(page, "cuDNN best plan") == ["2.000"] * 4
 
 

@@ -82,6 +82,19 @@ def test_every_bit_of_a_scale_for_128_columns_is_that_of_the_formula(
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_blocks_of_a_thread_are_divided_each_for_itself(dtype: str, target: Target) -> None:
+    """The first of a thread's blocks is infinite, and the others are not."""
+    problem = Problem.parse(f"6x4096:{dtype}", FP8)
+    inputs = inputs_of(problem, eps=1e-12)
+    inputs.weight[100] = torch.inf
+    variant = small(problem, target, threads_per_row=128)
+    assert variant.vectors > variant.block_vectors > 1
+    found = run_to_one_result(variant, inputs, WITH_Y)
+    assert found["y8"].float().isnan().nonzero()[:, 1].tolist() == [100] * 6
+    assert found["y_scales"].isinf().nonzero()[:, 1].tolist() == [0] * 6
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_quotients_beside_the_middle_of_two_numbers_are_divided(dtype: str, target: Target) -> None:
     """In e4m3 these are rounded by their last bits in fp32, and rarely to even."""
     problem = Problem.parse(f"96x1024:{dtype}", FP8)
