@@ -24,24 +24,27 @@ def join(argv: list[str]) -> int:
     )
     args = parser.parse(argv)
     from generator.package.join import join_package
+    from generator.studies.excerpt import read_journal
+    from generator.studies.reader import describe_location
     from generator.studies.storage import JOURNAL_NAME, open_storage
     from generator.studies.study_log import StudyLog
     from generator.tuner.lifecycle import exclusive_run
+    from normforge.table import TABLE
 
     into: Path = args.into
     for folder in args.folders:
         if folder.resolve() == into.resolve():
             raise NormforgeError(f"{folder} cannot be joined into itself: name another --into")
-        if not any((folder / f"{JOURNAL_NAME}{end}").exists() for end in ("", ".xz")):
+        if not Path(describe_location(folder)).exists():
             raise NormforgeError(f"{folder} has no {JOURNAL_NAME}: name the --out of a run")
     with exclusive_run(into):
         storage = open_storage(into / JOURNAL_NAME)
         for folder in args.folders:
-            others = open_storage(folder / JOURNAL_NAME)
+            others = read_journal(Path(describe_location(folder)))
             names = [study.study_name for study in others.get_all_studies()]
             came = sum(StudyLog(storage, name).join(StudyLog(others, name)) for name in names)
             print(f"{folder}: {came} trials in {len(names)} studies")
-            for package in sorted(table.parent for table in folder.glob("*/table.json")):
+            for package in sorted(table.parent for table in folder.glob(f"*/{TABLE}")):
                 kernels, replaced = join_package(package, into / package.name)
                 bits = f"; the bits of these may change: {', '.join(replaced)}" if replaced else ""
                 print(f"{package}: {kernels} kernels{bits}")

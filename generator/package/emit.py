@@ -198,16 +198,21 @@ def _target_facts(target: Target) -> dict[str, Any]:
     return {"name": target.name, "title": target.title, "arch": target.arch, "sms": target.sms}
 
 
-def _read_table(package: Path, target: Target) -> Table | None:
-    """The table of the package that is there, None without one."""
-    if not package.exists() or not any(package.iterdir()):
-        return None
+def load_table(package: Path) -> Table:
+    """The table of a package. Raises NormforgeError where none can be read."""
     try:
-        table = Table.load(package)
+        return Table.load(package)
     except (OSError, ValueError) as error:
         raise NormforgeError(
             f"{package} holds no readable package ({error}): move it away to start a new one"
         ) from error
+
+
+def _read_table(package: Path, target: Target) -> Table | None:
+    """The table of the package that is there, None without one."""
+    if not package.exists() or not any(package.iterdir()):
+        return None
+    table = load_table(package)
     if table.target["arch"] != target.arch or table.target["name"] != target.name:
         raise NormforgeError(
             f"{package} is for {table.target['name']} and this run for {target}: "

@@ -12,11 +12,11 @@ from generator.errors import NormforgeError
 from generator.kernels.code_digest import compiler_input
 from generator.kernels.nvrtc import compile_source, nvrtc_version
 from generator.package.atomic_folder import check_writable, replacing_folder
-from generator.package.emit import emit_package, read_forward_table
+from generator.package.emit import emit_package, load_table, read_forward_table
 from generator.package.entries import Entry, Forwards, problem_of
 from generator.package.sources import variant_of
 from generator.target import Target, find_target
-from normforge.table import Table, TableOf
+from normforge.table import TableOf
 
 
 def join_package(source: Path, package: Path) -> tuple[int, tuple[str, ...]]:
@@ -28,13 +28,13 @@ def join_package(source: Path, package: Path) -> tuple[int, tuple[str, ...]]:
     Raises NormforgeError, leaving the package as it was, for packages that cannot be read or are
     of different GPUs, and where a kernel is another one with this NVRTC and today's templates.
     """
-    table = _load(source)
+    table = load_table(source)
     if not package.exists():
         check_writable(package)
         with replacing_folder(package) as fresh:
             shutil.copytree(source, fresh, dirs_exist_ok=True)
         return len(table.tuned), ()
-    own = _load(package)
+    own = load_table(package)
     if own.target != table.target:
         raise NormforgeError(f"{source} and {package} are for different GPUs: join those of one")
     target = replace(find_target(str(table.target["name"])), sms=int(table.target["sms"]))
@@ -46,13 +46,6 @@ def join_package(source: Path, package: Path) -> tuple[int, tuple[str, ...]]:
     more = Forwards(tuple(forwards), ()) if forwards else None
     emission = emit_package(entries, (), target, package, more, keep_fallbacks=True)
     return len(entries) + len(forwards), emission.replaced
-
-
-def _load(package: Path) -> Table:
-    try:
-        return Table.load(package)
-    except (OSError, ValueError) as error:
-        raise NormforgeError(f"{package} holds no readable package ({error})") from error
 
 
 def _later(table: TableOf[Any], own: TableOf[Any] | None, target: Target) -> Iterator[Entry]:

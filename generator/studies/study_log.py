@@ -74,16 +74,15 @@ class StudyLog:
         same where the same config was finished in the same second. A kill in the middle leaves a
         part, and the next call copies the rest."""
         own = {_made(trial): trial.number for trial in self.trials()}
-        number_of = {trial.number: _made(trial) for trial in other.trials()}
-        numbers = self._add_copies(other, number_of, own, self._elapsed(lambda _: True), mark=False)
-        outdated = {numbers[number_of[n]] for n in other.outdated if n in number_of}
+        keys = {trial.number: _made(trial) for trial in other.trials()}
+        numbers = self._add_copies(other, keys, own, self._elapsed(lambda _: True), mark=False)
+        outdated = {numbers[keys[number]] for number in other.outdated if number in keys}
         self.mark_outdated(self.outdated | outdated)
         here, there = self.winner, other.winner
         if there is not None and (here is None or there.date > here.date):
-            attributes = {**other._attributes(), "trials_at_finals": len(numbers)}
-            for key in ("finals", "machine", "winner", "trials_at_finals"):
-                value = attributes.get(key)
-                self._retry(partial(self._study.set_user_attr, key, value))
+            theirs = other._attributes()
+            attributes = {key: theirs.get(key) for key in ("finals", "machine", "winner")}
+            self._keep_finals({**attributes, "trials_at_finals": len(numbers)})
         if (continued := other._attributes().get(CONTINUED_IN)) is not None:
             self._retry(lambda: self._study.set_user_attr(CONTINUED_IN, continued))
         return len(numbers) - len(own)
@@ -166,6 +165,9 @@ class StudyLog:
         attributes: dict[str, Any] = {"finals": entries, "machine": dict(machine)}
         attributes["winner"] = winner and winner.to_json()
         attributes["trials_at_finals"] = trials
+        self._keep_finals(attributes)
+
+    def _keep_finals(self, attributes: Mapping[str, Any]) -> None:
         for key, value in attributes.items():
             self._retry(partial(self._study.set_user_attr, key, value))
 

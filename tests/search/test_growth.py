@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import lzma
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import optuna
 import pytest
 from optuna.storages import BaseStorage, InMemoryStorage
-from optuna.trial import FrozenTrial
 
 from generator.kernels.geometry import Config
 from generator.kernels.knobs import KNOBS
@@ -28,7 +27,7 @@ from generator.studies.study_log import StudyLog
 from generator.target import find_target
 from tests.support.growth import ADDED, old_study, space_of_before
 from tests.support.samples import space_of
-from tests.support.searches import NAME, records, search, won
+from tests.support.searches import NAME, killed_after, records, search, won
 from tests.support.synthetic import (
     LEGAL,
     PROBLEM,
@@ -182,17 +181,6 @@ def test_studies_of_every_space_are_continued_in_one(
     log = StudyLog(storage, NAME)
     log.take_over()
     assert len(log.trials()) == len(done), "nothing twice"
-
-
-def killed_after(count: int, add: Callable[..., None]) -> Callable[..., None]:
-    def killed(log: StudyLog, trial: FrozenTrial) -> None:
-        nonlocal count
-        if not count:
-            raise KeyboardInterrupt
-        count -= 1
-        add(log, trial)
-
-    return killed
 
 
 def test_a_predicted_incumbent_of_the_same_model_has_either_name(storage: BaseStorage) -> None:

@@ -12,14 +12,14 @@ from typing import Any
 import optuna
 import pytest
 from optuna.storages import BaseStorage
-from optuna.trial import FrozenTrial, create_trial
+from optuna.trial import create_trial
 
 from generator.errors import NormforgeError
 from generator.studies import outage
 from generator.studies.reader import read_studies
 from generator.studies.storage import JOURNAL_NAME, open_storage
 from generator.studies.study_log import StudyLog, stored_winners
-from tests.support.searches import DETERMINISTIC, NAME, search, won
+from tests.support.searches import DETERMINISTIC, NAME, killed_after, search, won
 from tests.support.synthetic import make_winner
 
 WINNER = make_winner(DETERMINISTIC[0])
@@ -64,22 +64,13 @@ def test_seconds_of_an_older_study_count_once_though_the_copy_was_interrupted(
     for name, seconds in ((f"{NAME}:aaaa", (1.0, 5.0, 9.0)), (f"{NAME}:bbbb", (2.0, 4.0))):
         for elapsed in seconds:
             StudyLog(storage, name).add(create_trial(value=1.0, user_attrs={"elapsed": elapsed}))
-    log, add, left = StudyLog(storage, NAME), StudyLog.add, [2]
-
-    def killed(self: StudyLog, trial: FrozenTrial) -> None:
-        if not left:
-            raise KeyboardInterrupt
-        left.pop()
-        add(self, trial)
-
-    monkeypatch.setattr(StudyLog, "add", killed)
-    for allowed in (2, 0, 1):
-        left[:] = [0] * allowed
-        if allowed != 1:
-            with pytest.raises(KeyboardInterrupt):
-                log.take_over()
-        else:
+    log, add = StudyLog(storage, NAME), StudyLog.add
+    for copied in (2, 0):
+        monkeypatch.setattr(StudyLog, "add", killed_after(copied, add))
+        with pytest.raises(KeyboardInterrupt):
             log.take_over()
+    monkeypatch.setattr(StudyLog, "add", add)
+    log.take_over()
     assert [trial.user_attrs["elapsed"] for trial in log.trials()] == [2.0, 4.0, 5.0, 9.0, 13.0]
 
 

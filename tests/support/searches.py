@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import optuna
 import pytest
 from optuna.storages import BaseStorage
-from optuna.trial import TrialState
+from optuna.trial import FrozenTrial, TrialState
 
 from generator.kernels.geometry import Config
 from generator.kernels.strategies import is_deterministic
@@ -108,3 +108,16 @@ def ask_and_tell(sampler: LegalSampler, trials: int) -> list[dict[str, int | str
         else:
             study.tell(trial, ratio_of(trial.params))
     return configs
+
+
+def killed_after(count: int, add: Callable[..., None]) -> Callable[..., None]:
+    """`StudyLog.add`, which a kill ends after so many trials."""
+
+    def killed(log: StudyLog, trial: FrozenTrial) -> None:
+        nonlocal count
+        if not count:
+            raise KeyboardInterrupt
+        count -= 1
+        add(log, trial)
+
+    return killed
