@@ -123,24 +123,7 @@ def beside_neighbours() -> str:
             faster.append(f"{said.replace('%', ' %')}{_since(row['shape'], packages)}")
     tabulated = table(["time over the floor", "shapes", *CONTENDERS.values()], lines)
     said = f"Faster at {len(faster)} of {len(rows)} shapes: {'; '.join(faster)}."
-    return f"{tabulated}\n\n{paragraph(said)}\n\n{paragraph(_other_kernels(packages))}"
-
-
-def _other_kernels(measured: dict[str, Any]) -> str:
-    """Say of which operations all kernels are others since the comparison, and their finals."""
-    since = [
-        f"`{operation}` {geometric_mean(_ratios('h200', operation).values()):.3f}"
-        for operation, facts in measured.items()
-        if not set(facts["cubins"].values())
-        & {
-            entry["kernel"]["digest"]
-            for entry in generated("h200", operation, "table.json")["tuned"]
-        }
-    ]
-    return (
-        "Since then, all kernels of some operations have been replaced. Their means over the floor"
-        f" in the finals: {', '.join(since)}."
-    )
+    return f"{tabulated}\n\n{paragraph(said)}"
 
 
 def _since(shape: str, measured: dict[str, Any]) -> str:

@@ -44,6 +44,8 @@ constexpr int kWeightOffset = 448;  // bytes into shared memory; not args.weight
 constexpr int kBroadcastOffset = 448;
 constexpr int kTilesOffset = 33280;
 constexpr int kBlockColumns = 32;  // columns that share a scale
+constexpr int kBlockVectors = 1;  // vectors of a thread that do
+constexpr int kBlockLanes = 4;  // threads that do
 constexpr int kBlockBatches = 16;  // batches that are added up at once
 constexpr int kBlockSumsOffset = 464;
 #define ROW_LOAD ".nc"
@@ -100,7 +102,44 @@ struct Arguments {
   float rounded;
 };
 
-#include "rows.cuh"
+// The part of the matrices that this CTA works on.
+struct Rows {
+  const Arguments& arguments;
+  long long count, batches;  // every batch has an index below `batches`
+  int first_column;  // of this CTA: 0 unless a cluster shares the row
+  int columns;       // where the row ends, or this CTA's part of a row of any length
+
+  // The columns from a thread's first vector to another one. Its vectors of a block are as far apart as
+  // those of the block's threads reach, so that these always have neighbouring vectors.
+  DEVICE static constexpr int distance(int vector) {
+    return (vector / kBlockVectors * kBlockVectors * kThreadsPerRow + vector % kBlockVectors * kBlockLanes) * kElements;
+  }
+  DEVICE int column(int vector) const {
+    const int thread = static_cast<int>(row_thread()), block = thread / kBlockLanes, lane = thread % kBlockLanes;
+    return first_column + block * kBlockColumns + lane * kElements + distance(vector);
+  }
+  // Whether the row extends into the thread's vector that begins at this column. A kernel for many N
+  // checks only vectors past the smallest N (in a cluster, all), since a check costs as much as an
+  // element.
+  DEVICE bool owns(int vector, int column) const {
+    if constexpr (!kExact)
+      if ((vector + 1) * kThreadsPerRow * kElements <= LEAST_COLUMNS) return true;
+    if constexpr (kColumns == kVectors * kThreadsPerRow * kElements && kExact) return true;
+    return column < (kExact ? first_column + kColumns : columns);
+  }
+  DEVICE const Element* x(long long row, int column) const {
+    return arguments.x + start(row, arguments.x_stride, arguments.x_gap) + column;
+  }
+  DEVICE const Element* dy(long long row, int column) const {
+    return arguments.dy + start(row, arguments.dy_stride, arguments.dy_gap) + column;
+  }
+  DEVICE const ResidualElement* dresidual(long long row, int column) const {
+    return arguments.dresidual + row * arguments.dresidual_stride + column;
+  }
+  DEVICE long long start(long long row, long long stride, long long gap) const {
+    return row * stride + __umulhi(static_cast<unsigned>(row), arguments.gaps) * gap;
+  }
+};
 
 // ---- The sum over a row ----------------------------------------------------------------------
 
@@ -209,62 +248,9 @@ struct RowSum {
 
 #include "rows_producer.cuh"
 
-// ---- Scales that are powers of two --------------------------------------------------------------
+#include "scales_e8m0.cuh"
 
-// The exponent of a block's scale, with a bias of 127, or 255 for NaN. The arithmetic is that of
-// quantize_mx in normforge/operations/rmsnorm_quantized.py.
-struct BlockScale {
-  unsigned value;
-  float inverse;
-
-  DEVICE explicit BlockScale(float amax) {
-    const unsigned exponent = __float_as_uint(amax) >> 23;
-    const bool finite = exponent < 255;
-    value = finite ? exponent - min(exponent, 8u) : 255u;
-    inverse = __uint_as_float(finite ? (254u - value) << 23 : 0x7fffffffu);
-  }
-  DEVICE float quotient(float y) const { return __fmul_rn(y, inverse); }
-};
-
-// ---- FP8 with a scale for each block of columns ---------------------------------------------------
-// A block lies in one vector of each of kBlockLanes neighbouring threads of a warp. Where a thread has no
-// element, it has 0, and so have all threads of its block.
-// Memory ordering. Nothing but registers is exchanged.
-
-constexpr int kBlockLanes = kBlockColumns / kElements;
-static_assert(kBlockColumns % kElements == 0 && kBlockLanes <= 32 && kThreadsPerRow % kBlockLanes == 0,
-              "the threads of a block are neighbours");
-constexpr int kRowBlocks = kRowColumns / kBlockColumns;
-static_assert(kExact && kColumns % kBlockColumns == 0, "blocks are whole");
-
-// The largest magnitude in the block; NaN if it has one. All lanes of a warp come here together: teams are
-// whole warps, and all their threads go through every batch.
-DEVICE float block_amax(const float (&values)[kElements]) {
-  float amax = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kElements; ++i) amax = larger_magnitude(amax, values[i]);
-#pragma unroll
-  for (int mask = kBlockLanes / 2; mask > 0; mask /= 2)
-    amax = larger_magnitude(amax, shuffle_xor(amax, mask));
-  return amax;
-}
-
-// Rounds to the dtype of the rows.
-DEVICE void round_to_rows(float (&values)[kElements]) {
-  RowPacket packet;
-  narrow<Element, kElements>(packet.words, values);
-#pragma unroll
-  for (int i = 0; i < kElements; ++i) values[i] = element<Element>(packet.words, i);
-}
-
-DEVICE Packet<kElements> quantized(const float (&values)[kElements], const BlockScale& scale) {
-  Packet<kElements> packet{};
-#pragma unroll
-  for (int i = 0; i < kElements; i += 2)
-    packet.words[i / 4] |= pack_e4m3(scale.quotient(values[i]), scale.quotient(values[i + 1]))
-                           << (i % 4 * 8);
-  return packet;
-}
+#include "quantized.cuh"
 
 // ---- The weight -----------------------------------------------------------------------------
 
@@ -363,11 +349,12 @@ extern "C" __global__ void __launch_bounds__(544, 1) rmsnorm_mxfp8_backward(ARGU
       // Those of the thread's first vector.
       auto* const dx8_to = args.dx8 + row * kRowColumns + rows.column(0);
       auto* const dx_scales_to = args.dx_scales + row * kRowBlocks + rows.column(0) / kBlockColumns;
+      float values[kVectors][kElements];
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
         const int column = rows.column(j);
         const Packet<kWeightBytes> w = weights[j];
-        float out[kElements];
+        float (&out)[kElements] = values[j];
 #pragma unroll
         for (int i = 0; i < kElements; ++i) {
           const float xe = element<Element>(xs[u][j].words, i);
@@ -378,22 +365,19 @@ extern "C" __global__ void __launch_bounds__(544, 1) rmsnorm_mxfp8_backward(ARGU
           if constexpr (kResidual)
             out[i] = __fadd_rn(out[i], element<ResidualElement>(residuals[u][j].words, i));
         }
-        if (args.rounded != 0.0f) round_to_rows(out);
-        const BlockScale scale(block_amax(out));
-        if (pipeline.exists(batch, u) && rows.owns(j, column)) {
-          if (args.dx8 != nullptr)
-            store_row<kElements>(dx8_to + j * kThreadsPerRow * kElements,
-                                 quantized(out, scale));
-          if (args.dx_scales != nullptr && row_thread() % kBlockLanes == 0)
-            store_scale(dx_scales_to + j * (kThreadsPerRow / kBlockLanes), scale.value);
-        }
         if (args.dx != nullptr && pipeline.exists(batch, u) && rows.owns(j, column)) {
           RowPacket packet;
           narrow<Element, kElements>(packet.words, out);
-          store_row<kVectorBytes>(dx_to + j * kThreadsPerRow * kElements, packet);
+          store_row<kVectorBytes>(dx_to + Rows::distance(j), packet);
           if constexpr (kResidual && sizeof(ResidualElement) != sizeof(Element))
             store_residual(args.dresidual_out + row * args.dx_stride + column, out);
         }
+      }
+      if (args.rounded != 0.0f) round_to_rows(values);
+      const RowScales scales(values);
+      if (pipeline.exists(batch, u)) {
+        if (args.dx8 != nullptr) scales.store_quantized(rows, dx8_to, values);
+        if (args.dx_scales != nullptr) scales.store(rows, dx_scales_to);
       }
     }
     pipeline.advance();
@@ -405,4 +389,4 @@ extern "C" __global__ void __launch_bounds__(544, 1) rmsnorm_mxfp8_backward(ARGU
   }
 }
 
-// Headers: templates/*.cuh, revision 0a4ca2bd0b3e
+// Headers: templates/*.cuh, revision faa6cc57827e

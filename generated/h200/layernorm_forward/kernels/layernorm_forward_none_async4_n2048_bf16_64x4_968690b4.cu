@@ -1,4 +1,4 @@
-// layernorm_forward_none_async3_n2048_bf16_128x4_7808f3d5
+// layernorm_forward_none_async4_n2048_bf16_64x4_968690b4
 //
 // LayerNorm: y = (x - mean) * rstd * w + b, rstd = 1 / sqrt(mean((x - mean)^2) + eps).
 // A first mean is rounded, which is an error of the size of y where x is large and its variance small.
@@ -13,20 +13,20 @@ constexpr bool kExact = true;  // N is a constant
 constexpr int kRowColumns = 2048;  // N
 constexpr int kColumns = 2048;  // columns of one CTA
 constexpr int kCluster = 1;  // CTAs that share a row
-constexpr int kThreadsPerRow = 128;
-constexpr int kTeamThreads = 128;  // those of a row, but at least a warp
+constexpr int kThreadsPerRow = 64;
+constexpr int kTeamThreads = 64;  // those of a row, but at least a warp
 constexpr int kRowsAbreast = 1;  // rows that parts of a warp work on side by side
 constexpr int kTeams = 4;  // of a CTA, each with rows of its own
-constexpr int kThreads = 512;  // of one CTA
+constexpr int kThreads = 256;  // of one CTA
 constexpr int kRowsInFlight = 1;  // rows that a thread works on at once
 constexpr int kBatchRows = 1;  // rows of a batch: kRowsInFlight * kRowsAbreast
-constexpr int kStages = 3;  // batches under way in shared memory
+constexpr int kStages = 4;  // batches under way in shared memory
 constexpr int kStageBarriers = 0;  // transaction barriers of one team's stages
 constexpr int kReload = 0;  // x and dy are read again for dx
 constexpr int kVectorBytes = 16;
 constexpr int kElements = 8;  // elements of x in a vector
-constexpr int kVectors = 2;  // vectors of a row in one thread
-constexpr int kWarpsPerRow = 4;
+constexpr int kVectors = 4;  // vectors of a row in one thread
+constexpr int kWarpsPerRow = 2;
 constexpr int kWeightBytes = 16;  // of the weight for one vector of x
 constexpr int kRowBytes = 4096;  // of one CTA's part of a row of x
 constexpr int kOffset = 0;  // a number is added to the weight
@@ -38,15 +38,15 @@ constexpr int kTailColumns = 0;  // columns of dw that a CTA of the tail sums at
 constexpr int kLevels = 1;
 constexpr int kSumThreads = 0;  // of one CTA of the second kernel
 constexpr int kSumsOffset = 0;  // bytes into shared memory
-constexpr int kWeightOffset = 256;  // bytes into shared memory; not args.weight_offset
-constexpr int kBroadcastOffset = 256;
-constexpr int kTilesOffset = 384;
+constexpr int kWeightOffset = 128;  // bytes into shared memory; not args.weight_offset
+constexpr int kBroadcastOffset = 128;
+constexpr int kTilesOffset = 256;
 #define ROW_LOAD ".nc"
 // Rows are asked for with a priority in the L2.
 #define ROW_POLICY ".reg .b64 policy; createpolicy.fractional.L2::evict_last.b64 policy, 1.0; "
 #define ROW_HINT ".L2::cache_hint"
 #define ROW_OPERAND ", policy"
-#define ROW_STORE ".cs"
+#define ROW_STORE ""
 #define LEAST_COLUMNS 2048  // of a row
 
 #include "primitives.cuh"

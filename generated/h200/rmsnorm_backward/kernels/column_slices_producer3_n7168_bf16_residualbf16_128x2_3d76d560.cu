@@ -1,7 +1,7 @@
-// column_slices_async3_n3584_bf16_offset_residualbf16_256x2_ba7f26ed
+// column_slices_producer3_n7168_bf16_residualbf16_128x2_3d76d560
 //
 // RMSNorm backward: dx = rstd * (w * dy - xhat * mean(xhat * w * dy)) + dresidual,
-// dw = sum over rows of dy * xhat, with xhat = x * rstd and w = weight + weight_offset.
+// dw = sum over rows of dy * xhat, with xhat = x * rstd.
 // Persistent CTAs walk over batches of rows; each thread adds up the partial dw of its columns; the
 // strategy `column_slices` turns the partial dw of all CTAs into dw.
 // Determinism class: gpu_to_gpu.
@@ -11,48 +11,50 @@
 // ---- Config ---------------------------------------------------------------------------------
 
 constexpr bool kExact = true;  // N is a constant
-constexpr int kRowColumns = 3584;  // N
+constexpr int kRowColumns = 7168;  // N
 constexpr int kColumns = 3584;  // columns of one CTA
-constexpr int kCluster = 1;  // CTAs that share a row
-constexpr int kThreadsPerRow = 256;
-constexpr int kTeamThreads = 256;  // those of a row, but at least a warp
+constexpr int kCluster = 2;  // CTAs that share a row
+constexpr int kThreadsPerRow = 128;
+constexpr int kTeamThreads = 128;  // those of a row, but at least a warp
 constexpr int kRowsAbreast = 1;  // rows that parts of a warp work on side by side
 constexpr int kTeams = 2;  // of a CTA, each with rows of its own
-constexpr int kThreads = 512;  // of one CTA
+constexpr int kThreads = 256;  // of one CTA
 constexpr int kRowsInFlight = 1;  // rows that a thread works on at once
 constexpr int kBatchRows = 1;  // rows of a batch: kRowsInFlight * kRowsAbreast
 constexpr int kStages = 3;  // batches under way in shared memory
-constexpr int kStageBarriers = 0;  // transaction barriers of one team's stages
+constexpr int kStageBarriers = 6;  // transaction barriers of one team's stages
 constexpr int kReload = 0;  // x and dy are read again for dx
 constexpr int kVectorBytes = 16;
 constexpr int kElements = 8;  // elements of x in a vector
-constexpr int kVectors = 2;  // vectors of a row in one thread
-constexpr int kWarpsPerRow = 8;
+constexpr int kVectors = 4;  // vectors of a row in one thread
+constexpr int kWarpsPerRow = 4;
 constexpr int kWeightBytes = 16;  // of the weight for one vector of x
 constexpr int kRowBytes = 7168;  // of one CTA's part of a row of x
-constexpr int kOffset = 1;  // a number is added to the weight
+constexpr int kOffset = 0;  // a number is added to the weight
 constexpr int kResidual = 1;  // the residual's gradient is added to dx
 constexpr int kResidualBytes = 16;  // beside a vector
 constexpr int kResidualRowBytes = 7168;
 constexpr int kPartialStride = 3584;  // floats of one row of partial dw
-constexpr int kTailColumns = 32;  // columns of dw that a CTA of the tail sums at once
+constexpr int kTailColumns = 64;  // columns of dw that a CTA of the tail sums at once
 constexpr int kLevels = 1;
 constexpr int kSumThreads = 0;  // of one CTA of the second kernel
-constexpr int kSumsOffset = 0;  // bytes into shared memory
-constexpr int kWeightOffset = 128;  // bytes into shared memory; not args.weight_offset
-constexpr int kBroadcastOffset = 128;
-constexpr int kTilesOffset = 33024;
+constexpr int kSumsOffset = 128;  // bytes into shared memory
+constexpr int kWeightOffset = 256;  // bytes into shared memory; not args.weight_offset
+constexpr int kBroadcastOffset = 256;
+constexpr int kTilesOffset = 33152;
 constexpr int kBlockBatches = 16;  // batches that are added up at once
-constexpr int kBlockSumsOffset = 144;
+constexpr int kBlockSumsOffset = 272;
 #define ROW_LOAD ".nc"
 // Rows are asked for with a priority in the L2.
 #define ROW_POLICY ".reg .b64 policy; createpolicy.fractional.L2::evict_last.b64 policy, 1.0; "
 #define ROW_HINT ".L2::cache_hint"
 #define ROW_OPERAND ", policy"
-#define ROW_STORE ".cs"
-#define LEAST_COLUMNS 3584  // of a row
+#define ROW_STORE ""
+#define LEAST_COLUMNS 7168  // of a row
 
 #include "primitives.cuh"
+#include "primitives_producer.cuh"
+#include "primitives_producer_cluster.cuh"
 
 using Element = bf16;        // x, dy, dx
 using WeightElement = bf16;  // weight, dw
@@ -93,12 +95,112 @@ struct Arguments {
 
 #include "rows.cuh"
 
-#include "row_sum.cuh"
-#include "row_sum_cta.cuh"
+// ---- The sum over a row ----------------------------------------------------------------------
+
+// A barrier of the threads of a team. Reads of a stage come before it, and the refill of the stage after
+// it.
+DEVICE void team_barrier() {
+  if constexpr (kThreadsPerRow <= 32) {
+    warp_barrier();
+  } else if constexpr (kTeams == 1) {
+    named_barrier(1, kThreadsPerRow);
+  } else {
+    named_barrier(1 + team_index(), kThreadsPerRow);
+  }
+}
+
+// The sum over the lanes of a warp that share a row, the same in each of them.
+DEVICE float warp_sum(float value) {
+#pragma unroll
+  for (int mask = (kThreadsPerRow < 32 ? kThreadsPerRow : 32) / 2; mask > 0; mask /= 2)
+    value = __fadd_rn(value, shuffle_xor(value, mask));
+  return value;
+}
+
+// The sum of kCount floats of shared memory, the same in every thread of the warp: in index order if
+// there are few, in a butterfly if there are many, after each lane has added every 32nd one.
+template <int kCount> DEVICE float sum_shared(const float* from) {
+  float total = 0.0f;
+  if constexpr (kCount <= 8) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) total = __fadd_rn(total, load_shared(from + i));
+  } else {
+    for (int i = threadIdx.x % 32; i < kCount; i += 32)
+      total = __fadd_rn(total, load_shared(from + i));
+    total = warp_sum(total);
+  }
+  return total;
+}
+// The CTAs of a cluster share a row. Every warp sends its sum to every CTA, including its own, into one
+// of two buffers with one transaction barrier each. A phase of a barrier completes when this
+// CTA's thread has arrived (mbarrier_expect) and all kCluster * kWarpsPerRow sums of each row of the
+// batch have landed here. Sums may land before the arrival, whose pending count keeps the phase open.
+//
+// Why two buffers suffice. No CTA sends into a buffer before this CTA has seen the buffer's previous
+// phase complete: a CTA sends for batch i + 2 only after it has received this CTA's sums of batch
+// i + 1, and this CTA sends those only after it has seen batch i complete. (A single barrier would not do:
+// it could count a fast CTA's sums of batch i + 1 in a phase that still waits for a slow CTA's sums of
+// batch i.) Each warp reads the sums of batch i before it sends for batch i + 1, in program order and
+// with a warp barrier in between, and so before anyone can send for batch i + 2 into the same buffer.
+// (This assumes that the completion of st.async, a release at cluster scope, covers what the sending
+// thread did before. In hardware it matters only for reads that do not feed the sent sum: those of the
+// sums before, of the residual, and of a reload. The PTX ISA denies it for bulk copies, and says nothing
+// about st.async; docs/emulator.md, "Limits", has more.)
+//
+// Why the exchange can replace the team's barrier. A phase completes only after every warp of the team
+// has sent, and a warp sends after its reads of the stage. So, on the same assumption, the stage can be
+// refilled.
+//
+// Why a CTA may end while its peers still run. It has received every sum that is ever sent to it, and
+// no other CTA reads its shared memory.
+struct RowSum {
+  static constexpr int kSums = kRowsInFlight * kCluster * kWarpsPerRow;
+
+  float* sums;
+  unsigned long long* arrived;
+  unsigned batch = 0;
+
+  DEVICE RowSum(unsigned char* smem, unsigned team)
+      : sums(reinterpret_cast<float*>(smem + kSumsOffset) + team * 2 * kSums),
+        arrived(reinterpret_cast<unsigned long long*>(smem) + kTeams * kStageBarriers + 2 * team) {
+    if (threadIdx.x == 0) {  // of team 0. The kernel fences them, with those of the stages
+#pragma unroll
+      for (int i = 0; i < 2 * kTeams; ++i) mbarrier_init(&arrived[i], 1);
+    }
+  }
+  DEVICE void operator()(float (&value)[kRowsInFlight]) {
+    send(value);
+    receive(value);
+  }
+  DEVICE void send(float (&value)[kRowsInFlight]) {
+    const unsigned buffer = batch & 1;
+    float* into = sums + buffer * kSums;
+    if (team_thread() == 0) mbarrier_expect(&arrived[buffer], kSums * sizeof(float));
+    const unsigned lane = threadIdx.x % 32, warp = team_thread() / 32;
+#pragma unroll
+    for (int u = 0; u < kRowsInFlight; ++u) value[u] = warp_sum(value[u]);
+    warp_barrier();  // a lane sends for its whole warp, whose reads are now done
+#pragma unroll
+    for (int u = 0; u < kRowsInFlight; ++u) {
+      if (lane < kCluster)
+        store_cluster(into + (u * kCluster + cluster_rank()) * kWarpsPerRow + warp, value[u],
+                      &arrived[buffer], lane);
+    }
+  }
+  DEVICE void receive(float (&value)[kRowsInFlight]) {
+    const unsigned buffer = batch & 1, phase = (batch >> 1) & 1;
+    const float* into = sums + buffer * kSums;
+    mbarrier_wait_sums(&arrived[buffer], phase);
+#pragma unroll
+    for (int u = 0; u < kRowsInFlight; ++u)
+      value[u] = sum_shared<kCluster * kWarpsPerRow>(into + u * kCluster * kWarpsPerRow);
+    ++batch;
+  }
+};
 
 #include "schedule.cuh"
 
-#include "rows_async.cuh"
+#include "rows_producer.cuh"
 
 // ---- The weight -----------------------------------------------------------------------------
 
@@ -117,10 +219,10 @@ struct Arguments {
 
 // ---- The kernel -----------------------------------------------------------------------------
 
-extern "C" __global__ void  rmsnorm_backward(ARGUMENTS(Arguments, args)) {
+extern "C" __global__ void __launch_bounds__(288, 1) rmsnorm_backward(ARGUMENTS(Arguments, args)) {
   DYNAMIC_SHARED(smem);
-  constexpr int rank = 0;
-  const unsigned participants = gridDim.x;
+  const int rank = static_cast<int>(cluster_rank());
+  const unsigned participants = gridDim.x / kCluster;
   DwStrategy strategy{args.dw,      args.dw_mode, args.counters, args.zeroed,
                       args.scratch, participants, static_cast<unsigned>(args.group),
                       kExact ? kColumns : args.columns, rank, smem};
@@ -128,13 +230,20 @@ extern "C" __global__ void  rmsnorm_backward(ARGUMENTS(Arguments, args)) {
 
   const Rows rows{args, args.rows, (args.rows + kBatchRows - 1) / kBatchRows, rank * kColumns,
                   args.columns};
-  RowPipeline pipeline(rows, smem);
-  RowSum row_sum(smem);
-  Schedule schedule{static_cast<long long>(participant) * kTeams + team_index(),
+  const unsigned warp = warp_index(), team = warp / kWarpsPerRow;  // the last warp is of none
+  RowPipeline pipeline(rows, smem, warp);
+  RowSum row_sum(smem, team);
+  Schedule schedule{static_cast<long long>(participant) * kTeams + team,
                     static_cast<long long>(participants) * kTeams};
-  // The first rows are requested before any barrier. With bulk copies this is safe because the requesting
-  // thread has itself set up the barriers of the stages, and no other thread looks at them yet.
-  pipeline.start(schedule);
+  if (threadIdx.x == 0) mbarrier_init_fence();  // it has initialised all barriers
+  // Publishes them to the CTA, and in a cluster also to those that send to it. Whatever else is in
+  // shared memory has barriers of its own.
+  cluster_barrier_of_inits();
+  if (warp == kThreads / 32) {
+    pipeline.produce(static_cast<long long>(participant) * kTeams,
+                     static_cast<long long>(participants) * kTeams);
+    return;
+  }
   const Weight weights(rows, args.weight, smem);
 
   // 1 / N, rounded once.
@@ -156,6 +265,7 @@ extern "C" __global__ void  rmsnorm_backward(ARGUMENTS(Arguments, args)) {
     pipeline.await();
     pipeline.read(xs, dys, batch);
     if constexpr (kResidual && !kReload) pipeline.read_residual(residuals, batch);
+    if constexpr (!kReload) pipeline.release();
     float sum[kRowsInFlight] = {};
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u)
@@ -169,10 +279,14 @@ extern "C" __global__ void  rmsnorm_backward(ARGUMENTS(Arguments, args)) {
           sum[u] = __fmaf_rn(element<Element>(xs[u][j].words, i), weighted, sum[u]);
         }
       }
-    row_sum(sum);
+    row_sum.send(sum);
+    // Ends a block of the batches before this one. Doing so here hides its cost behind the exchange.
+    blocks.end_batch(partial);
+    row_sum.receive(sum);
     pipeline.refill(schedule);
     if constexpr (kReload) pipeline.read(xs, dys, batch);
     if constexpr (kResidual && kReload) pipeline.read_residual(residuals, batch);
+    if constexpr (kReload) pipeline.release();
 
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) {
@@ -180,6 +294,8 @@ extern "C" __global__ void  rmsnorm_backward(ARGUMENTS(Arguments, args)) {
       // dx = w * (rstd * dy) + correction * x, correction = -rstd^3 * sum(x * w * dy) / N.
       const float mean = __fmul_rn(__fmul_rn(sum[u], scale[u]), inverse_columns);
       const float correction = -__fmul_rn(__fmul_rn(scale[u], scale[u]), mean);
+      // Where the thread's first vector goes; the others lie at constant distances.
+      Element* const dx_to = args.dx + row * args.dx_stride + rows.column(0);
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
         const int column = rows.column(j);
@@ -195,17 +311,16 @@ extern "C" __global__ void  rmsnorm_backward(ARGUMENTS(Arguments, args)) {
           if constexpr (kResidual)
             out[i] = __fadd_rn(out[i], element<ResidualElement>(residuals[u][j].words, i));
         }
-        if (args.dx != nullptr && row < args.rows && rows.owns(j, column)) {
+        if (args.dx != nullptr && pipeline.exists(batch, u) && rows.owns(j, column)) {
           RowPacket packet;
           narrow<Element, kElements>(packet.words, out);
-          store_row<kVectorBytes>(args.dx + row * args.dx_stride + column, packet);
+          store_row<kVectorBytes>(dx_to + j * kThreadsPerRow * kElements, packet);
           if constexpr (kResidual && sizeof(ResidualElement) != sizeof(Element))
             store_residual(args.dresidual_out + row * args.dx_stride + column, out);
         }
       }
     }
     pipeline.advance();
-    blocks.end_batch(partial);
   }
   if (args.dw != nullptr) {
     blocks.finish(partial);
@@ -214,4 +329,4 @@ extern "C" __global__ void  rmsnorm_backward(ARGUMENTS(Arguments, args)) {
   }
 }
 
-// Headers: templates/*.cuh, revision 3d525fb486f6
+// Headers: templates/*.cuh, revision 54e8fb43aab1

@@ -1,4 +1,4 @@
-// column_slices_bulk3_n5376_bf16_offset_residualbf16_256x1_5ef24354
+// column_slices_producer4_n5376_bf16_offset_residualbf16_224x1_ad93dd57
 //
 // RMSNorm backward: dx = rstd * (w * dy - xhat * mean(xhat * w * dy)) + dresidual,
 // dw = sum over rows of dy * xhat, with xhat = x * rstd and w = weight + weight_offset.
@@ -14,20 +14,20 @@ constexpr bool kExact = true;  // N is a constant
 constexpr int kRowColumns = 5376;  // N
 constexpr int kColumns = 5376;  // columns of one CTA
 constexpr int kCluster = 1;  // CTAs that share a row
-constexpr int kThreadsPerRow = 256;
-constexpr int kTeamThreads = 256;  // those of a row, but at least a warp
+constexpr int kThreadsPerRow = 224;
+constexpr int kTeamThreads = 224;  // those of a row, but at least a warp
 constexpr int kRowsAbreast = 1;  // rows that parts of a warp work on side by side
 constexpr int kTeams = 1;  // of a CTA, each with rows of its own
-constexpr int kThreads = 256;  // of one CTA
+constexpr int kThreads = 224;  // of one CTA
 constexpr int kRowsInFlight = 1;  // rows that a thread works on at once
 constexpr int kBatchRows = 1;  // rows of a batch: kRowsInFlight * kRowsAbreast
-constexpr int kStages = 3;  // batches under way in shared memory
-constexpr int kStageBarriers = 3;  // transaction barriers of one team's stages
+constexpr int kStages = 4;  // batches under way in shared memory
+constexpr int kStageBarriers = 8;  // transaction barriers of one team's stages
 constexpr int kReload = 0;  // x and dy are read again for dx
 constexpr int kVectorBytes = 16;
 constexpr int kElements = 8;  // elements of x in a vector
 constexpr int kVectors = 3;  // vectors of a row in one thread
-constexpr int kWarpsPerRow = 8;
+constexpr int kWarpsPerRow = 7;
 constexpr int kWeightBytes = 16;  // of the weight for one vector of x
 constexpr int kRowBytes = 10752;  // of one CTA's part of a row of x
 constexpr int kOffset = 1;  // a number is added to the weight
@@ -38,21 +38,21 @@ constexpr int kPartialStride = 5376;  // floats of one row of partial dw
 constexpr int kTailColumns = 32;  // columns of dw that a CTA of the tail sums at once
 constexpr int kLevels = 1;
 constexpr int kSumThreads = 0;  // of one CTA of the second kernel
-constexpr int kSumsOffset = 32;  // bytes into shared memory
-constexpr int kWeightOffset = 96;  // bytes into shared memory; not args.weight_offset
-constexpr int kBroadcastOffset = 12384;
-constexpr int kTilesOffset = 36992;
+constexpr int kSumsOffset = 64;  // bytes into shared memory
+constexpr int kWeightOffset = 128;  // bytes into shared memory; not args.weight_offset
+constexpr int kBroadcastOffset = 128;
+constexpr int kTilesOffset = 21760;
 constexpr int kBlockBatches = 16;  // batches that are added up at once
-constexpr int kBlockSumsOffset = 12400;
+constexpr int kBlockSumsOffset = 144;
 #define ROW_LOAD ".nc"
-// Rows are asked for with a priority in the L2.
-#define ROW_POLICY ".reg .b64 policy; createpolicy.fractional.L2::evict_last.b64 policy, 1.0; "
-#define ROW_HINT ".L2::cache_hint"
-#define ROW_OPERAND ", policy"
+#define ROW_POLICY ""
+#define ROW_HINT ""
+#define ROW_OPERAND ""
 #define ROW_STORE ""
 #define LEAST_COLUMNS 5376  // of a row
 
 #include "primitives.cuh"
+#include "primitives_producer.cuh"
 
 using Element = bf16;        // x, dy, dx
 using WeightElement = bf16;  // weight, dw
@@ -93,16 +93,79 @@ struct Arguments {
 
 #include "rows.cuh"
 
-#include "row_sum.cuh"
-#include "row_sum_cta.cuh"
+// ---- The sum over a row ----------------------------------------------------------------------
+
+// A barrier of the threads of a team. Reads of a stage come before it, and the refill of the stage after
+// it.
+DEVICE void team_barrier() {
+  if constexpr (kThreadsPerRow <= 32) {
+    warp_barrier();
+  } else if constexpr (kTeams == 1) {
+    named_barrier(1, kThreadsPerRow);
+  } else {
+    named_barrier(1 + team_index(), kThreadsPerRow);
+  }
+}
+
+// The sum over the lanes of a warp that share a row, the same in each of them.
+DEVICE float warp_sum(float value) {
+#pragma unroll
+  for (int mask = (kThreadsPerRow < 32 ? kThreadsPerRow : 32) / 2; mask > 0; mask /= 2)
+    value = __fadd_rn(value, shuffle_xor(value, mask));
+  return value;
+}
+
+// The sum of kCount floats of shared memory, the same in every thread of the warp: in index order if
+// there are few, in a butterfly if there are many, after each lane has added every 32nd one.
+template <int kCount> DEVICE float sum_shared(const float* from) {
+  float total = 0.0f;
+  if constexpr (kCount <= 8) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) total = __fadd_rn(total, load_shared(from + i));
+  } else {
+    for (int i = threadIdx.x % 32; i < kCount; i += 32)
+      total = __fadd_rn(total, load_shared(from + i));
+    total = warp_sum(total);
+  }
+  return total;
+}
+// There are two buffers, used in turn. A warp that is ahead writes the next batch's sums while others
+// still read this one's. The barrier in between keeps it from being two batches ahead.
+struct RowSum {
+  static constexpr int kSums = kRowsInFlight * kWarpsPerRow;
+
+  float* sums;
+  unsigned batch = 0;
+
+  DEVICE explicit RowSum(unsigned char* smem, unsigned team)
+      : sums(reinterpret_cast<float*>(smem + kSumsOffset) + team * 2 * kSums) {}
+  DEVICE void operator()(float (&value)[kRowsInFlight]) {
+#pragma unroll
+    for (int u = 0; u < kRowsInFlight; ++u) value[u] = warp_sum(value[u]);
+    if constexpr (kWarpsPerRow == 1) {
+      team_barrier();
+    } else {
+      float* into = sums + (batch & 1) * kSums;
+      if (threadIdx.x % 32 == 0)
+#pragma unroll
+        for (int u = 0; u < kRowsInFlight; ++u)
+          store_shared(into + u * kWarpsPerRow + team_thread() / 32, value[u]);
+      team_barrier();
+#pragma unroll
+      for (int u = 0; u < kRowsInFlight; ++u)
+        value[u] = sum_shared<kWarpsPerRow>(into + u * kWarpsPerRow);
+      ++batch;
+    }
+  }
+};
 
 #include "schedule.cuh"
 
-#include "rows_bulk.cuh"
+#include "rows_producer.cuh"
 
 // ---- The weight -----------------------------------------------------------------------------
 
-#include "weight_smem.cuh"
+#include "weight_registers.cuh"
 
 #include "row_blocks.cuh"
 
@@ -128,15 +191,21 @@ extern "C" __global__ void  rmsnorm_backward(ARGUMENTS(Arguments, args)) {
 
   const Rows rows{args, args.rows, (args.rows + kBatchRows - 1) / kBatchRows, rank * kColumns,
                   args.columns};
-  RowPipeline pipeline(rows, smem);
-  RowSum row_sum(smem);
-  Schedule schedule{static_cast<long long>(participant) * kTeams + team_index(),
+  const unsigned warp = warp_index(), team = warp / kWarpsPerRow;  // the last warp is of none
+  RowPipeline pipeline(rows, smem, warp);
+  RowSum row_sum(smem, team);
+  Schedule schedule{static_cast<long long>(participant) * kTeams + team,
                     static_cast<long long>(participants) * kTeams};
-  // The first rows are requested before any barrier. With bulk copies this is safe because the requesting
-  // thread has itself set up the barriers of the stages, and no other thread looks at them yet.
-  pipeline.start(schedule);
-  const Weight weights(rows, args.weight, smem);
+  if (threadIdx.x == 0) mbarrier_init_fence();  // it has initialised all barriers
+  // Publishes them to the CTA, and in a cluster also to those that send to it. Whatever else is in
+  // shared memory has barriers of its own.
   cta_barrier();
+  if (warp == kThreads / 32) {
+    pipeline.produce(static_cast<long long>(participant) * kTeams,
+                     static_cast<long long>(participants) * kTeams);
+    return;
+  }
+  const Weight weights(rows, args.weight, smem);
 
   // 1 / N, rounded once.
   float inverse_columns = 1.0f / kRowColumns;
@@ -157,6 +226,7 @@ extern "C" __global__ void  rmsnorm_backward(ARGUMENTS(Arguments, args)) {
     pipeline.await();
     pipeline.read(xs, dys, batch);
     if constexpr (kResidual && !kReload) pipeline.read_residual(residuals, batch);
+    if constexpr (!kReload) pipeline.release();
     float sum[kRowsInFlight] = {};
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u)
@@ -174,6 +244,7 @@ extern "C" __global__ void  rmsnorm_backward(ARGUMENTS(Arguments, args)) {
     pipeline.refill(schedule);
     if constexpr (kReload) pipeline.read(xs, dys, batch);
     if constexpr (kResidual && kReload) pipeline.read_residual(residuals, batch);
+    if constexpr (kReload) pipeline.release();
 
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) {
@@ -181,6 +252,8 @@ extern "C" __global__ void  rmsnorm_backward(ARGUMENTS(Arguments, args)) {
       // dx = w * (rstd * dy) + correction * x, correction = -rstd^3 * sum(x * w * dy) / N.
       const float mean = __fmul_rn(__fmul_rn(sum[u], scale[u]), inverse_columns);
       const float correction = -__fmul_rn(__fmul_rn(scale[u], scale[u]), mean);
+      // Where the thread's first vector goes; the others lie at constant distances.
+      Element* const dx_to = args.dx + row * args.dx_stride + rows.column(0);
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
         const int column = rows.column(j);
@@ -196,10 +269,10 @@ extern "C" __global__ void  rmsnorm_backward(ARGUMENTS(Arguments, args)) {
           if constexpr (kResidual)
             out[i] = __fadd_rn(out[i], element<ResidualElement>(residuals[u][j].words, i));
         }
-        if (args.dx != nullptr && row < args.rows && rows.owns(j, column)) {
+        if (args.dx != nullptr && pipeline.exists(batch, u) && rows.owns(j, column)) {
           RowPacket packet;
           narrow<Element, kElements>(packet.words, out);
-          store_row<kVectorBytes>(args.dx + row * args.dx_stride + column, packet);
+          store_row<kVectorBytes>(dx_to + j * kThreadsPerRow * kElements, packet);
           if constexpr (kResidual && sizeof(ResidualElement) != sizeof(Element))
             store_residual(args.dresidual_out + row * args.dx_stride + column, out);
         }
@@ -215,4 +288,4 @@ extern "C" __global__ void  rmsnorm_backward(ARGUMENTS(Arguments, args)) {
   }
 }
 
-// Headers: templates/*.cuh, revision 7bd9962c4a58
+// Headers: templates/*.cuh, revision 30fb8c3aa115

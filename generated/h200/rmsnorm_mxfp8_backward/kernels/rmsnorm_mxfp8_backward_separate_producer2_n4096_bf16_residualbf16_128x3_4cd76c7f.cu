@@ -1,9 +1,9 @@
-// rmsnorm_mxfp8_backward_column_slices_producer2_n4096_bf16_residualbf16_64x4_b9ef485a
+// rmsnorm_mxfp8_backward_separate_producer2_n4096_bf16_residualbf16_128x3_4cd76c7f
 //
 // RMSNorm backward: dx = rstd * (w * dy - xhat * mean(xhat * w * dy)) + dresidual,
 // dw = sum over rows of dy * xhat, with xhat = x * rstd.
 // Persistent CTAs walk over batches of rows; each thread adds up the partial dw of its columns; the
-// strategy `column_slices` turns the partial dw of all CTAs into dw.
+// strategy `separate` turns the partial dw of all CTAs into dw.
 // dx8 is dx in FP8 (e4m3), divided by a scale for every 32 columns (e8m0).
 // Determinism class: gpu_to_gpu.
 //
@@ -15,11 +15,11 @@ constexpr bool kExact = true;  // N is a constant
 constexpr int kRowColumns = 4096;  // N
 constexpr int kColumns = 2048;  // columns of one CTA
 constexpr int kCluster = 2;  // CTAs that share a row
-constexpr int kThreadsPerRow = 64;
-constexpr int kTeamThreads = 64;  // those of a row, but at least a warp
+constexpr int kThreadsPerRow = 128;
+constexpr int kTeamThreads = 128;  // those of a row, but at least a warp
 constexpr int kRowsAbreast = 1;  // rows that parts of a warp work on side by side
-constexpr int kTeams = 4;  // of a CTA, each with rows of its own
-constexpr int kThreads = 256;  // of one CTA
+constexpr int kTeams = 3;  // of a CTA, each with rows of its own
+constexpr int kThreads = 384;  // of one CTA
 constexpr int kRowsInFlight = 1;  // rows that a thread works on at once
 constexpr int kBatchRows = 1;  // rows of a batch: kRowsInFlight * kRowsAbreast
 constexpr int kStages = 2;  // batches under way in shared memory
@@ -27,8 +27,8 @@ constexpr int kStageBarriers = 4;  // transaction barriers of one team's stages
 constexpr int kReload = 0;  // x and dy are read again for dx
 constexpr int kVectorBytes = 16;
 constexpr int kElements = 8;  // elements of x in a vector
-constexpr int kVectors = 4;  // vectors of a row in one thread
-constexpr int kWarpsPerRow = 2;
+constexpr int kVectors = 2;  // vectors of a row in one thread
+constexpr int kWarpsPerRow = 4;
 constexpr int kWeightBytes = 16;  // of the weight for one vector of x
 constexpr int kRowBytes = 4096;  // of one CTA's part of a row of x
 constexpr int kOffset = 0;  // a number is added to the weight
@@ -38,14 +38,16 @@ constexpr int kResidualRowBytes = 4096;
 constexpr int kPartialStride = 2048;  // floats of one row of partial dw
 constexpr int kTailColumns = 32;  // columns of dw that a CTA of the tail sums at once
 constexpr int kLevels = 1;
-constexpr int kSumThreads = 0;  // of one CTA of the second kernel
-constexpr int kSumsOffset = 192;  // bytes into shared memory
-constexpr int kWeightOffset = 320;  // bytes into shared memory; not args.weight_offset
-constexpr int kBroadcastOffset = 320;
-constexpr int kTilesOffset = 33152;
+constexpr int kSumThreads = 512;  // of one CTA of the second kernel
+constexpr int kSumsOffset = 144;  // bytes into shared memory
+constexpr int kWeightOffset = 336;  // bytes into shared memory; not args.weight_offset
+constexpr int kBroadcastOffset = 336;
+constexpr int kTilesOffset = 24960;
 constexpr int kBlockColumns = 32;  // columns that share a scale
+constexpr int kBlockVectors = 1;  // vectors of a thread that do
+constexpr int kBlockLanes = 4;  // threads that do
 constexpr int kBlockBatches = 16;  // batches that are added up at once
-constexpr int kBlockSumsOffset = 336;
+constexpr int kBlockSumsOffset = 352;
 #define ROW_LOAD ".nc"
 // Rows are asked for with a priority in the L2.
 #define ROW_POLICY ".reg .b64 policy; createpolicy.fractional.L2::evict_last.b64 policy, 1.0; "
@@ -100,7 +102,44 @@ struct Arguments {
   float rounded;
 };
 
-#include "rows.cuh"
+// The part of the matrices that this CTA works on.
+struct Rows {
+  const Arguments& arguments;
+  long long count, batches;  // every batch has an index below `batches`
+  int first_column;  // of this CTA: 0 unless a cluster shares the row
+  int columns;       // where the row ends, or this CTA's part of a row of any length
+
+  // The columns from a thread's first vector to another one. Its vectors of a block are as far apart as
+  // those of the block's threads reach, so that these always have neighbouring vectors.
+  DEVICE static constexpr int distance(int vector) {
+    return (vector / kBlockVectors * kBlockVectors * kThreadsPerRow + vector % kBlockVectors * kBlockLanes) * kElements;
+  }
+  DEVICE int column(int vector) const {
+    const int thread = static_cast<int>(row_thread()), block = thread / kBlockLanes, lane = thread % kBlockLanes;
+    return first_column + block * kBlockColumns + lane * kElements + distance(vector);
+  }
+  // Whether the row extends into the thread's vector that begins at this column. A kernel for many N
+  // checks only vectors past the smallest N (in a cluster, all), since a check costs as much as an
+  // element.
+  DEVICE bool owns(int vector, int column) const {
+    if constexpr (!kExact)
+      if ((vector + 1) * kThreadsPerRow * kElements <= LEAST_COLUMNS) return true;
+    if constexpr (kColumns == kVectors * kThreadsPerRow * kElements && kExact) return true;
+    return column < (kExact ? first_column + kColumns : columns);
+  }
+  DEVICE const Element* x(long long row, int column) const {
+    return arguments.x + start(row, arguments.x_stride, arguments.x_gap) + column;
+  }
+  DEVICE const Element* dy(long long row, int column) const {
+    return arguments.dy + start(row, arguments.dy_stride, arguments.dy_gap) + column;
+  }
+  DEVICE const ResidualElement* dresidual(long long row, int column) const {
+    return arguments.dresidual + row * arguments.dresidual_stride + column;
+  }
+  DEVICE long long start(long long row, long long stride, long long gap) const {
+    return row * stride + __umulhi(static_cast<unsigned>(row), arguments.gaps) * gap;
+  }
+};
 
 // ---- The sum over a row ----------------------------------------------------------------------
 
@@ -209,62 +248,9 @@ struct RowSum {
 
 #include "rows_producer.cuh"
 
-// ---- Scales that are powers of two --------------------------------------------------------------
+#include "scales_e8m0.cuh"
 
-// The exponent of a block's scale, with a bias of 127, or 255 for NaN. The arithmetic is that of
-// quantize_mx in normforge/operations/rmsnorm_quantized.py.
-struct BlockScale {
-  unsigned value;
-  float inverse;
-
-  DEVICE explicit BlockScale(float amax) {
-    const unsigned exponent = __float_as_uint(amax) >> 23;
-    const bool finite = exponent < 255;
-    value = finite ? exponent - min(exponent, 8u) : 255u;
-    inverse = __uint_as_float(finite ? (254u - value) << 23 : 0x7fffffffu);
-  }
-  DEVICE float quotient(float y) const { return __fmul_rn(y, inverse); }
-};
-
-// ---- FP8 with a scale for each block of columns ---------------------------------------------------
-// A block lies in one vector of each of kBlockLanes neighbouring threads of a warp. Where a thread has no
-// element, it has 0, and so have all threads of its block.
-// Memory ordering. Nothing but registers is exchanged.
-
-constexpr int kBlockLanes = kBlockColumns / kElements;
-static_assert(kBlockColumns % kElements == 0 && kBlockLanes <= 32 && kThreadsPerRow % kBlockLanes == 0,
-              "the threads of a block are neighbours");
-constexpr int kRowBlocks = kRowColumns / kBlockColumns;
-static_assert(kExact && kColumns % kBlockColumns == 0, "blocks are whole");
-
-// The largest magnitude in the block; NaN if it has one. All lanes of a warp come here together: teams are
-// whole warps, and all their threads go through every batch.
-DEVICE float block_amax(const float (&values)[kElements]) {
-  float amax = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kElements; ++i) amax = larger_magnitude(amax, values[i]);
-#pragma unroll
-  for (int mask = kBlockLanes / 2; mask > 0; mask /= 2)
-    amax = larger_magnitude(amax, shuffle_xor(amax, mask));
-  return amax;
-}
-
-// Rounds to the dtype of the rows.
-DEVICE void round_to_rows(float (&values)[kElements]) {
-  RowPacket packet;
-  narrow<Element, kElements>(packet.words, values);
-#pragma unroll
-  for (int i = 0; i < kElements; ++i) values[i] = element<Element>(packet.words, i);
-}
-
-DEVICE Packet<kElements> quantized(const float (&values)[kElements], const BlockScale& scale) {
-  Packet<kElements> packet{};
-#pragma unroll
-  for (int i = 0; i < kElements; i += 2)
-    packet.words[i / 4] |= pack_e4m3(scale.quotient(values[i]), scale.quotient(values[i + 1]))
-                           << (i % 4 * 8);
-  return packet;
-}
+#include "quantized.cuh"
 
 // ---- The weight -----------------------------------------------------------------------------
 
@@ -278,12 +264,12 @@ DEVICE Packet<kElements> quantized(const float (&values)[kElements], const Block
 #include "dw_output.cuh"
 #include "dw_context.cuh"
 #include "sum_slice.cuh"
-#include "last_arrived.cuh"
-#include "dw_column_slices.cuh"
+#include "dw_separate.cuh"
+#include "sum_partials.cuh"
 
 // ---- The kernel -----------------------------------------------------------------------------
 
-extern "C" __global__ void __launch_bounds__(288, 1) rmsnorm_mxfp8_backward(ARGUMENTS(Arguments, args)) {
+extern "C" __global__ void __launch_bounds__(416, 1) rmsnorm_mxfp8_backward(ARGUMENTS(Arguments, args)) {
   DYNAMIC_SHARED(smem);
   const int rank = static_cast<int>(cluster_rank());
   const unsigned participants = gridDim.x / kCluster;
@@ -331,6 +317,7 @@ extern "C" __global__ void __launch_bounds__(288, 1) rmsnorm_mxfp8_backward(ARGU
     if constexpr (kResidual && !kReload) pipeline.read_residual(residuals, batch);
     if constexpr (!kReload) pipeline.release();
     float sum[kRowsInFlight] = {};
+    float kept[kRowsInFlight][kVectors][kElements];  // from here to the outputs
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u)
 #pragma unroll
@@ -338,13 +325,15 @@ extern "C" __global__ void __launch_bounds__(288, 1) rmsnorm_mxfp8_backward(ARGU
         const Packet<kWeightBytes> w = weights[j];
 #pragma unroll
         for (int i = 0; i < kElements; ++i) {
-          const float weighted = __fmul_rn(weight_of(w, i, args.weight_offset),
-                                           element<Element>(dys[u][j].words, i));
-          sum[u] = __fmaf_rn(element<Element>(xs[u][j].words, i), weighted, sum[u]);
+          const float xe = element<Element>(xs[u][j].words, i);
+          const float scaled = __fmul_rn(scale[u], element<Element>(dys[u][j].words, i));
+          kept[u][j][i] = __fmul_rn(weight_of(w, i, args.weight_offset), scaled);
+          sum[u] = __fmaf_rn(xe, kept[u][j][i], sum[u]);
+          partial[j][i] = __fmaf_rn(xe, scaled, partial[j][i]);
         }
       }
     row_sum.send(sum);
-    // Ends a block of the batches before this one. Doing so here hides its cost behind the exchange.
+    // Ends a block of the batches before this one and of it. Doing so here hides its cost behind the exchange.
     blocks.end_batch(partial);
     row_sum.receive(sum);
     pipeline.refill(schedule);
@@ -355,45 +344,39 @@ extern "C" __global__ void __launch_bounds__(288, 1) rmsnorm_mxfp8_backward(ARGU
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) {
       const long long row = row_of(batch, u);
-      // dx = w * (rstd * dy) + correction * x, correction = -rstd^3 * sum(x * w * dy) / N.
-      const float mean = __fmul_rn(__fmul_rn(sum[u], scale[u]), inverse_columns);
+      // dx = w * (rstd * dy) + correction * x, correction = -rstd^2 * sum(x * w * rstd * dy) / N.
+      const float mean = __fmul_rn(sum[u], inverse_columns);
       const float correction = -__fmul_rn(__fmul_rn(scale[u], scale[u]), mean);
       // Where the thread's first vector goes; the others lie at constant distances.
       Element* const dx_to = args.dx + row * args.dx_stride + rows.column(0);
       // Those of the thread's first vector.
       auto* const dx8_to = args.dx8 + row * kRowColumns + rows.column(0);
       auto* const dx_scales_to = args.dx_scales + row * kRowBlocks + rows.column(0) / kBlockColumns;
+      float values[kVectors][kElements];
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
         const int column = rows.column(j);
         const Packet<kWeightBytes> w = weights[j];
-        float out[kElements];
+        float (&out)[kElements] = values[j];
 #pragma unroll
         for (int i = 0; i < kElements; ++i) {
-          const float xe = element<Element>(xs[u][j].words, i);
-          const float scaled = __fmul_rn(scale[u], element<Element>(dys[u][j].words, i));
-          out[i] = __fmaf_rn(weight_of(w, i, args.weight_offset), scaled,
-                             __fmul_rn(correction, xe));
-          partial[j][i] = __fmaf_rn(xe, scaled, partial[j][i]);
+          out[i] = __fmaf_rn(correction, element<Element>(xs[u][j].words, i), kept[u][j][i]);
           if constexpr (kResidual)
             out[i] = __fadd_rn(out[i], element<ResidualElement>(residuals[u][j].words, i));
-        }
-        if (args.rounded != 0.0f) round_to_rows(out);
-        const BlockScale scale(block_amax(out));
-        if (pipeline.exists(batch, u) && rows.owns(j, column)) {
-          if (args.dx8 != nullptr)
-            store_row<kElements>(dx8_to + j * kThreadsPerRow * kElements,
-                                 quantized(out, scale));
-          if (args.dx_scales != nullptr && row_thread() % kBlockLanes == 0)
-            store_scale(dx_scales_to + j * (kThreadsPerRow / kBlockLanes), scale.value);
         }
         if (args.dx != nullptr && pipeline.exists(batch, u) && rows.owns(j, column)) {
           RowPacket packet;
           narrow<Element, kElements>(packet.words, out);
-          store_row<kVectorBytes>(dx_to + j * kThreadsPerRow * kElements, packet);
+          store_row<kVectorBytes>(dx_to + Rows::distance(j), packet);
           if constexpr (kResidual && sizeof(ResidualElement) != sizeof(Element))
             store_residual(args.dresidual_out + row * args.dx_stride + column, out);
         }
+      }
+      if (args.rounded != 0.0f) round_to_rows(values);
+      const RowScales scales(values);
+      if (pipeline.exists(batch, u)) {
+        if (args.dx8 != nullptr) scales.store_quantized(rows, dx8_to, values);
+        if (args.dx_scales != nullptr) scales.store(rows, dx_scales_to);
       }
     }
     pipeline.advance();
@@ -405,4 +388,4 @@ extern "C" __global__ void __launch_bounds__(288, 1) rmsnorm_mxfp8_backward(ARGU
   }
 }
 
-// Headers: templates/*.cuh, revision 0a4ca2bd0b3e
+// Headers: templates/*.cuh, revision 0a9a0f881cab

@@ -1,4 +1,4 @@
-// rmsnorm_rope_backward_mailbox_async3_n256_bf16_offset_16x12_c24a7fac
+// rmsnorm_rope_backward_mailbox_async3_n256_bf16_offset_16x12_21251357
 //
 // Backward of y = n * cos + rotate_half(n) * sin with n = rmsnorm(x) * w: with dn = dy * cos + (dy * sin of
 // the second half in front of -(dy * sin) of the first) and xhat = x * rstd, dx = rstd * (w * dn - xhat *
@@ -44,7 +44,7 @@ constexpr int kBroadcastOffset = 0;
 constexpr int kTilesOffset = 24704;
 constexpr int kBlockBatches = 8;  // batches that are added up at once
 constexpr int kBlockSumsOffset = 16;
-constexpr int kArrivesEarly = 0;  // a CTA, when it begins its last rows
+constexpr int kArrivesEarly = 1;  // a CTA, when it begins its last rows
 #define ROW_LOAD ".nc"
 // Rows are asked for with a priority in the L2.
 #define ROW_POLICY ".reg .b64 policy; createpolicy.fractional.L2::evict_last.b64 policy, 1.0; "
@@ -313,6 +313,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) rmsnorm_rope_backward(ARGUM
 #pragma unroll
       for (int j = 0; j < kGroupVectors; ++j) sin_words[u][j] = next_sin_words[u][j];
     load_group(next_sin_words, args.sin, args.sin_stride, rows, schedule.ahead(1));
+    if (schedule.ahead(1) >= rows.batches) strategy.announce(participant);
     pipeline.await();
     pipeline.read(xs, dys, batch);
     RowPacket partner_dys[kRowsInFlight][kVectors];

@@ -1,4 +1,4 @@
-// rmsnorm_rope_backward_mailbox_async3_n256_bf16_wfp32_rotary64_8x12_c7e41596
+// rmsnorm_rope_backward_column_slices_async2_n256_bf16_wfp32_rotary64_8x12_51600406
 //
 // Backward of y = n * cos + rotate_half(n) * sin with n = rmsnorm(x) * w: with dn = dy * cos + (dy * sin of
 // the second half in front of -(dy * sin) of the first) and xhat = x * rstd, dx = rstd * (w * dn - xhat *
@@ -22,7 +22,7 @@ constexpr int kTeams = 12;  // of a CTA, each with rows of its own
 constexpr int kThreads = 384;  // of one CTA
 constexpr int kRowsInFlight = 1;  // rows that a thread works on at once
 constexpr int kBatchRows = 4;  // rows of a batch: kRowsInFlight * kRowsAbreast
-constexpr int kStages = 3;  // batches under way in shared memory
+constexpr int kStages = 2;  // batches under way in shared memory
 constexpr int kStageBarriers = 0;  // transaction barriers of one team's stages
 constexpr int kReload = 1;  // x and dy are read again for dx
 constexpr int kVectorBytes = 16;
@@ -45,7 +45,6 @@ constexpr int kBroadcastOffset = 0;
 constexpr int kTilesOffset = 49280;
 constexpr int kBlockBatches = 16;  // batches that are added up at once
 constexpr int kBlockSumsOffset = 16;
-constexpr int kArrivesEarly = 1;  // a CTA, when it begins its last rows
 #define ROW_LOAD ".nc"
 // Rows are asked for with a priority in the L2.
 #define ROW_POLICY ".reg .b64 policy; createpolicy.fractional.L2::evict_last.b64 policy, 1.0; "
@@ -369,7 +368,7 @@ DEVICE float group_number(const GroupPacket& packet, int i, bool wide) {
 #include "dw_context.cuh"
 #include "sum_slice.cuh"
 #include "last_arrived.cuh"
-#include "dw_mailbox.cuh"
+#include "dw_column_slices.cuh"
 
 // ---- The kernel -----------------------------------------------------------------------------
 
@@ -426,7 +425,6 @@ extern "C" __global__ void  rmsnorm_rope_backward(ARGUMENTS(Arguments, args)) {
 #pragma unroll
       for (int j = 0; j < kGroupVectors; ++j) sin_words[u][j] = next_sin_words[u][j];
     load_group(next_sin_words, args.sin, args.sin_stride, rows, schedule.ahead(1));
-    if (schedule.ahead(1) >= rows.batches) strategy.announce(participant);
     pipeline.await();
     pipeline.read(xs, dys, batch);
     RowPacket partner_dys[kRowsInFlight][kVectors];
@@ -497,4 +495,4 @@ extern "C" __global__ void  rmsnorm_rope_backward(ARGUMENTS(Arguments, args)) {
   }
 }
 
-// Headers: templates/*.cuh, revision 1f85bc381da0
+// Headers: templates/*.cuh, revision 6c07be640045
