@@ -49,6 +49,7 @@ def _file(name: str, comments: bool) -> str:
     return source if comments else without_comments(source) + "\n"
 
 
+@cache
 def headers() -> dict[str, str]:
     """The fragments that kernels include, by name, comments included: those that are no templates,
     and the others as the kernels of RMSNorm have them."""
@@ -67,8 +68,7 @@ def _fragment(
     interleaved: bool = False,
 ) -> str:
     """A fragment by name: the file, or what its template is for a signature, with a producer warp,
-    for rows that are no whole vectors, for a part of the columns that is rotated, and for
-    neighbours as pairs."""
+    rows that are no whole vectors, a part of the columns rotated, and neighbours as pairs."""
     if not template_named(f"{name}.j2").exists():
         return _file(name, comments)
     template = environment(comments).get_template(f"{name}.j2")

@@ -14,12 +14,12 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from optuna.storages import BaseStorage, JournalStorage
+from optuna.storages import BaseStorage
 from optuna.storages.journal import BaseJournalBackend
 
 from generator.errors import NormforgeError
 from generator.studies.journal import SealedRecords, corrupt_error, without_seal
-from generator.studies.storage import prepare_optuna
+from generator.studies.storage import Journal, prepare_optuna
 
 _HEAD = re.compile(
     rb'\{"op_code":(?:0,"worker_id":"[^"]*","study_name"'
@@ -80,9 +80,9 @@ def read_journal(
     prepare_optuna()
     try:
         try:
-            return JournalStorage(_Excerpt(path, wanted, first))
+            return Journal(_Excerpt(path, wanted, first))
         except _AllNeededError:
-            return JournalStorage(_Excerpt(path, None, first))
+            return Journal(_Excerpt(path, None, first))
     except (NormforgeError, OSError):
         raise
     except (lzma.LZMAError, EOFError) as error:

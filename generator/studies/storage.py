@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import lzma
 import shutil
+from copy import copy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from urllib.parse import unquote, urlsplit
 import optuna
 import optuna.storages.journal
 from optuna.storages import BaseStorage, JournalStorage
+from optuna.study._frozen import FrozenStudy
 
 from generator.disk import replacing, sync
 from generator.errors import NormforgeError
@@ -25,6 +27,25 @@ from generator.studies.outage import open_error
 
 JOURNAL_NAME = "studies.journal"
 """The study file in the folder of a GPU; optuna-dashboard opens it."""
+
+
+class Journal(JournalStorage):
+    """A journal that lists its studies at once. Optuna copies all that is in every attribute of
+    every study, such as the configs of all finals: every search asks which studies there are, so
+    most of the time of a run that had nothing to measure went there. Nothing here changes what an
+    attribute has. The names that start with an underscore are private to Optuna; without the first,
+    Optuna's copies are returned."""
+
+    def get_all_studies(self) -> list[FrozenStudy]:
+        replay = getattr(self, "_replay_result", None)
+        if replay is None:
+            return super().get_all_studies()
+        with self._thread_lock:
+            self._sync_with_backend()
+            studies = [copy(study) for study in replay.get_all_studies()]
+            for study in studies:
+                study.user_attrs = dict(study.user_attrs)
+        return studies
 
 
 def is_shared(where: str | Path | None) -> bool:
@@ -83,7 +104,7 @@ def open_storage(where: str | Path) -> BaseStorage:
             f"cannot use {path} for the studies ({error.strerror}): choose another output folder"
         ) from error
     try:
-        return JournalStorage(backend)
+        return Journal(backend)
     except Exception as error:  # Optuna raises whatever the content makes its replay stumble over
         raise corrupt_error(path, f"Optuna cannot replay it ({type(error).__name__})") from error
 

@@ -18,6 +18,7 @@ from optuna.storages import BaseStorage, JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
 from generator.errors import NormforgeError
+from generator.problem import Problem
 from generator.studies.journal import SealedJournal
 from generator.studies.storage import JOURNAL_NAME, open_storage
 from generator.studies.study_log import StudyLog, stored_winners
@@ -53,6 +54,28 @@ def test_a_full_disk_ends_the_search_with_a_sentence(
     monkeypatch.setattr(SealedJournal, "append_logs", full)
     with pytest.raises(NormforgeError, match="No space left on device"):
         search(storage, trials=10)
+
+
+def test_studies_are_listed_without_copies_if_optuna_lets_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who changes the list or an attribute in it changes no study, whether it does or not."""
+    storage = open_storage(tmp_path / JOURNAL_NAME)
+    search(storage, trials=4)
+    search(storage, trials=4, problem=Problem.parse("4096x2048:bf16"))
+    copied = JournalStorage.get_all_studies(storage)  # type: ignore[arg-type]
+    with monkeypatch.context() as patched:
+        patched.setattr("optuna.storages.journal._storage.copy.deepcopy", None)
+        listed = storage.get_all_studies()
+    assert listed == copied and len(listed) == 2 and all("winner" in s.user_attrs for s in listed)
+    listed.pop().user_attrs.clear()
+    listed[0].user_attrs["winner"] = "none"
+    assert storage.get_all_studies() == copied
+    StudyLog(storage, copied[0].study_name).mark_outdated([2])
+    assert storage.get_all_studies()[0].user_attrs["outdated"] == [2]
+    monkeypatch.delattr(storage, "_replay_result")
+    with pytest.raises(AttributeError, match="_replay_result"):  # Optuna was asked
+        storage.get_all_studies()
 
 
 def test_every_distribution_is_parsed_once_if_optuna_lets_it(
