@@ -12,6 +12,7 @@ from generator.kernels.variant import Variant
 from generator.problem import Problem
 from generator.space.expressions import Names
 from generator.space.legal_configs import LegalConfigs
+from generator.space.load import load_space_once, space_file
 from tests.support.emulator import legal
 from tests.support.synthetic import LEGAL, PROBLEM, SPACE, TARGET
 
@@ -162,3 +163,15 @@ def test_a_wave_of_ctas_may_have_exactly_one_batch_each(rows: int, legal_so: boo
     assert (rejection is None) == legal_so, rejection
     if not legal_so:
         assert str(rejection).startswith("rows_enough: 263 rows make 263 batches, too few for 264")
+
+
+def test_a_draw_for_wide_rows_tries_little_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few configs are legal. A walk that tried all values of knobs that no rule in the way depends
+    on would take ten times as many."""
+    problem = Problem.parse("layernorm_backward:4096x65536:bf16")
+    wide = LegalConfigs(load_space_once(space_file(problem.operation)), problem, TARGET)
+    assert wide.reduction_kinds
+    monkeypatch.setattr("generator.space.walk.PATIENCE", 16_000)
+    for seed in range(20):
+        drawn = wide.draw(random.Random(seed), ())
+        assert drawn is not None and wide.is_legal(drawn)

@@ -149,8 +149,9 @@ def test_enumeration_finds_what_brute_force_finds(write: Callable[[Any], Path], 
         combinations = [{**c, knob.name: value} for c in combinations for value in knob.choices]
     legal = [c for c in combinations if tiny.reject(c, PROBLEM, target) is None]
     assert len(legal) > 20
-    found = list(tiny.legal(PROBLEM, target))
-    assert sorted(map(repr, found)) == sorted(map(repr, legal))
+    for rng in (None, random.Random(1)):
+        found = tiny.legal(PROBLEM, target, rng=rng)
+        assert sorted(map(repr, found)) == sorted(map(repr, legal))
 
 
 @pytest.mark.parametrize("gpu", load_targets())

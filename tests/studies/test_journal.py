@@ -71,7 +71,7 @@ def test_studies_are_listed_without_copies_if_optuna_lets_it(
     listed.pop().user_attrs.clear()
     listed[0].user_attrs["winner"] = "none"
     assert storage.get_all_studies() == copied
-    StudyLog(storage, copied[0].study_name).mark_outdated([2])
+    StudyLog(open_storage(tmp_path / JOURNAL_NAME), copied[0].study_name).mark_outdated([2])
     assert storage.get_all_studies()[0].user_attrs["outdated"] == [2]
     monkeypatch.delattr(storage, "_replay_result")
     with pytest.raises(AttributeError, match="_replay_result"):  # Optuna was asked
