@@ -23,7 +23,7 @@ def join(argv: list[str]) -> int:
         "--into", required=True, type=folder_name, metavar="FOLDER", help="the folder that grows"
     )
     args = parser.parse(argv)
-    from generator.package.join import join_package
+    from generator.package.join import check_joinable, join_package
     from generator.studies.excerpt import read_journal
     from generator.studies.reader import describe_location
     from generator.studies.storage import JOURNAL_NAME, open_storage
@@ -37,10 +37,11 @@ def join(argv: list[str]) -> int:
             raise NormforgeError(f"{folder} cannot be joined into itself: name another --into")
         if not Path(describe_location(folder)).exists():
             raise NormforgeError(f"{folder} has no {JOURNAL_NAME}: name the --out of a run")
-    with exclusive_run(into):
+    with exclusive_run(into, option="--into"):
+        journals = [read_journal(Path(describe_location(folder))) for folder in args.folders]
         storage = open_storage(into / JOURNAL_NAME)
-        for folder in args.folders:
-            others = read_journal(Path(describe_location(folder)))
+        check_joinable(args.folders, into, [*journals, storage])
+        for folder, others in zip(args.folders, journals, strict=True):
             names = [study.study_name for study in others.get_all_studies()]
             came = sum(StudyLog(storage, name).join(StudyLog(others, name)) for name in names)
             print(f"{folder}: {came} trials in {len(names)} studies")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from optuna.storages import BaseStorage
 
 from generator.errors import NormforgeError
 from generator.kernels.code_digest import compiler_input
@@ -15,8 +17,9 @@ from generator.package.atomic_folder import check_writable, replacing_folder
 from generator.package.emit import emit_package, load_table, read_forward_table
 from generator.package.entries import Entry, Forwards, problem_of
 from generator.package.sources import variant_of
+from generator.studies.records import StudyFacts
 from generator.target import Target, find_target
-from normforge.table import TableOf
+from normforge.table import TABLE, TableOf
 
 
 def join_package(source: Path, package: Path) -> tuple[int, tuple[str, ...]]:
@@ -46,6 +49,21 @@ def join_package(source: Path, package: Path) -> tuple[int, tuple[str, ...]]:
     more = Forwards(tuple(forwards), ()) if forwards else None
     emission = emit_package(entries, (), target, package, more, keep_fallbacks=True)
     return len(entries) + len(forwards), emission.replaced
+
+
+def check_joinable(folders: Sequence[Path], into: Path, journals: Sequence[BaseStorage]) -> None:
+    """Raise NormforgeError unless all packages in some folders can be read, and all studies are of
+    the same GPU: nothing is to be written where a part of it will be refused. journals: the studies
+    of all folders."""
+    for folder in (*folders, into):
+        for package in folder.glob(f"*/{TABLE}"):
+            load_table(package.parent)
+            read_forward_table(package.parent)
+    names = (study.study_name for journal in journals for study in journal.get_all_studies())
+    gpus = {facts.gpu for facts in map(StudyFacts.of_name, names) if facts is not None}
+    if len(gpus) > 1:
+        said = " and ".join(sorted(gpus))
+        raise NormforgeError(f"these folders have studies of {said}: join those of one GPU")
 
 
 def _later(table: TableOf[Any], own: TableOf[Any] | None, target: Target) -> Iterator[Entry]:

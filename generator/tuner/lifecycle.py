@@ -68,7 +68,9 @@ class Stop:
 
 
 @contextmanager
-def exclusive_run(out: Path, shared: bool = False, database: Path | None = None) -> Iterator[Stop]:
+def exclusive_run(
+    out: Path, shared: bool = False, database: Path | None = None, option: str = "--out"
+) -> Iterator[Stop]:
     """A run that writes to the folder `out`, which is created, and to the file `database`. Raises
     NormforgeError when another run has either, and in place of an error of the disk or the storage.
 
@@ -76,12 +78,15 @@ def exclusive_run(out: Path, shared: bool = False, database: Path | None = None)
     stored; INTERRUPT_SECONDS after a SIGINT, KeyboardInterrupt is raised anywhere. A second signal,
     at least a second later, ends the process at once, like kill -9: nothing finished is lost.
     shared: runs with studies in a database may share the folder, but not with one that has none.
+    option: that of the command line which names the folder.
     """
     stop = Stop()
     try:
         with ExitStack() as stack:
             stack.enter_context(_signals(stop))  # first: an interrupted lock would leave its file
-            stack.enter_context(_locked(out, out / LOCK_NAME, shared, "another folder with --out"))
+            stack.enter_context(
+                _locked(out, out / LOCK_NAME, shared, f"another folder with {option}")
+            )
             if database is not None:
                 lock = database.with_name(database.name + LOCK_NAME)
                 remedy = "PostgreSQL, which many runs may share, with --storage"

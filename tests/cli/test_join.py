@@ -88,3 +88,26 @@ def test_bad_input_is_one_sentence_and_changes_nothing(
     captured = capsys.readouterr()
     assert said in captured.err and captured.err.count("\n") == 1 and not captured.out
     assert (here / JOURNAL_NAME).read_bytes() == before
+
+
+def test_what_will_be_refused_changes_nothing(
+    folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither a part of another GPU's studies comes, nor those of a folder before a damaged one."""
+    here, there = folders
+    before = (here / JOURNAL_NAME).read_bytes()
+    other = there.parent / "other"
+    StudyLog(open_storage(other / JOURNAL_NAME), NAME.replace("h200", "h100"))
+    assert tune.main(["join", str(there), str(other), "--into", str(here)]) == 2
+    assert "have studies of h100 and h200: join those of one GPU" in capsys.readouterr().err
+    damaged = there.parent / "damaged" / "rmsnorm_backward" / "table.json"
+    damaged.parent.mkdir(parents=True)
+    damaged.write_text("{")
+    shutil.copy(there / JOURNAL_NAME, damaged.parent.parent)
+    assert tune.main(["join", str(there), str(damaged.parent.parent), "--into", str(here)]) == 2
+    captured = capsys.readouterr()
+    assert "holds no readable package" in captured.err and not captured.out
+    assert (here / JOURNAL_NAME).read_bytes() == before
+    (here / ".file").write_text("")
+    assert tune.main(["join", str(there), "--into", str(here / ".file")]) == 2
+    assert "--into" in capsys.readouterr().err

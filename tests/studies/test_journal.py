@@ -59,7 +59,7 @@ def test_a_full_disk_ends_the_search_with_a_sentence(
 def test_studies_are_listed_without_copies_if_optuna_lets_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who changes the list or an attribute in it changes no study, whether it does or not."""
+    """A caller that changes the list, or an attribute in it, changes no study in either case."""
     storage = open_storage(tmp_path / JOURNAL_NAME)
     search(storage, trials=4)
     search(storage, trials=4, problem=Problem.parse("4096x2048:bf16"))

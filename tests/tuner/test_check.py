@@ -27,12 +27,12 @@ from generator.kernels.variant import Variant
 from generator.package.emit import emit_package
 from generator.package.entries import PROVENANCE_KEYS, Entry, problem_of
 from generator.paths import GENERATED
-from generator.problem import Problem
+from generator.problem import RMSNORM_FORWARD, Problem
 from generator.result import Result
 from generator.target import find_target
 from generator.tuner import choose_device, device_process, run
 from generator.tuner.check import OTHER_FLOOR, Stored, _recorded_ratio, choose, stored_kernels
-from normforge.table import KernelOf, Table
+from normforge.table import ForwardTable, KernelOf, Table
 from tests.support.entry_points import leaf, write_package
 from tests.support.fake_gpu import BothWays, FakeGpu, Log, Weather, compile_both, key
 from tests.support.fake_run import nap
@@ -384,7 +384,11 @@ def test_packages_of_before_are_checked_but_for_what_they_do_not_record(
     package: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The committed ones, with their own cubins, under the condition that the table names."""
-    told = {str(problem_of(entry)): entry.provenance for entry in Table.load(package).tuned}
+    table = Table.load(package)
+    backward = {str(problem_of(entry)): entry.provenance for entry in table.tuned}
+    found = ForwardTable.load(package)
+    forward = {str(problem_of(entry)): entry.provenance for entry in (found.tuned if found else ())}
+    told = backward | {f"{RMSNORM_FORWARD}:{shape}": facts for shape, facts in forward.items()}
 
     class Machine:
         facts: ClassVar = {"name": "fake"}
@@ -409,9 +413,10 @@ def test_packages_of_before_are_checked_but_for_what_they_do_not_record(
     assert main(["check", *line]) == 0
     document = json.loads(capsys.readouterr().out)
     rows = document["kernels"]
-    backwards = [row for row in rows if row["shape"] in told]
-    assert len(backwards) == min(20, len(told))
-    recorded = {row["shape"] for row in backwards if told[row["shape"]].get("bits")}
+    backwards = [row for row in rows if row["shape"] in backward]
+    assert len(backwards) == min(20, len(backward))
+    of_rows = backward | {f"{shape} forward": facts for shape, facts in forward.items()}
+    recorded = {row["shape"] for row in rows if of_rows[row["shape"]].get("bits")}
     unrecorded = len(rows) - len(recorded)
     assert unrecorded == 0 or f"{unrecorded} have no record of their bits" in document["summary"]
     predicted = {row["time"] == "predicted" for row in rows}
