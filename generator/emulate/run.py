@@ -181,6 +181,8 @@ def _request(
     signature = signature_of(spec.operation)
     M, N = getattr(inputs, signature.early[0].name).shape
     rows_at = _rows_at(signature, N, layout, options.inner)
+    for tensor in () if options.inner else signature.groups:
+        rows_at[tensor.name] = RowLayout(getattr(inputs, tensor.name).shape[-1])
     arguments = argument_layout(signature)
     extent = extent_of(signature, M, N, rows_at, launch.group, vars(inputs))
     extent = extent._replace(dw_mode=options.dw_mode, weight_offset=inputs.offset)
@@ -221,7 +223,7 @@ def _rows_at(signature: Signature, N: int, layout: Layout, inner: int) -> dict[s
         for i, tensor in enumerate(signature.in_heads):
             stride = found[tensor.name].stride
             found[tensor.name] = RowLayout(stride, inner, (inner + min(i + 1, 2)) * stride)
-    found |= {tensor.name: RowLayout(N if inner else N // 2) for tensor in signature.groups}
+    found |= {tensor.name: RowLayout(N) for tensor in signature.groups}
     return found | {copy.name: found[copy.copy_of] for copy in signature.copies}
 
 

@@ -96,6 +96,7 @@ def test_every_schedule_gives_one_set_of_right_bits(
         *(("61x128:fp16:fp32+rotary48", threads) for threads in (8, 16)),
         ("61x128:fp32+offset+rotary96", 8),
         ("45x96:fp32+rotary32", 8),
+        ("45x36:fp32+rotary32", 8),
         ("45x65:bf16+rotary64", 32),
         *(("77x256:bf16+rotary64+interleaved", threads) for threads in (8, 16, 32)),
         ("61x128:fp16:fp32+rotary48+interleaved", 8),
