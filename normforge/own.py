@@ -75,7 +75,9 @@ class OwnPackage:
         """The target, and how the kernel of every tuned shape was found and checked."""
         return provenance_of(self._source)
 
-    def explain(self, M: int, N: int, dtype: str, weight_dtype: str = "") -> dict[str, Any]:
+    def explain(
+        self, M: int, N: int, dtype: str | torch.dtype, weight_dtype: str | torch.dtype = ""
+    ) -> dict[str, Any]:
         """Say which kernel serves M aligned rows of N columns ("bf16", "fp16" or "fp32"), and
         why."""
         return self.serve.explain(M, N, dtype, weight_dtype)

@@ -103,7 +103,9 @@ class LayerNormForwardPackage(ForwardPackage):
 
     operation = LAYERNORM_FORWARD.name
 
-    def explain(self, M: int, N: int, dtype: str, weight_dtype: str = "") -> dict[str, Any]:
+    def explain(
+        self, M: int, N: int, dtype: str | torch.dtype, weight_dtype: str | torch.dtype = ""
+    ) -> dict[str, Any]:
         """Say which kernel serves M aligned rows of N columns ("bf16", "fp16" or "fp32"), and
         why."""
         return self._server.explain(M, N, dtype, weight_dtype)

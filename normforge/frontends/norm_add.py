@@ -169,7 +169,13 @@ class NormAddPackage(ForwardPackage):
     operation = RMSNORM_ADD_FORWARD.name
 
     def explain(
-        self, M: int, N: int, dtype: str, weight_dtype: str = "", *, offset: bool = False
+        self,
+        M: int,
+        N: int,
+        dtype: str | torch.dtype,
+        weight_dtype: str | torch.dtype = "",
+        *,
+        offset: bool = False,
     ) -> dict[str, Any]:
         """Say which kernel serves M aligned rows of N columns ("bf16", "fp16" or "fp32"), and
         why."""

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..serve.checks import dtype_name
+from ..serve.checks import dtype_name, explained
 from ..serve.kernels import Source, source_of
 from ..serve.options import Arguments, Options
 from ..serve.reference import Results
@@ -156,10 +156,7 @@ class NormPackage(Server):
         Raises:
             ValueError: for an impossible shape or dtype.
         """
-        name = dtype_name(dtype)
-        weight_name = name if weight_dtype is None else dtype_name(weight_dtype)
-        if M < 1 or N < 1:
-            raise ValueError(f"M and N must be at least 1, got M={M} and N={N}")
+        name, weight_name = explained(M, N, dtype, weight_dtype)
         option = "" if residual is None else dtype_name(residual)
         kernels = self._source(None)
         choice = kernels.backward.choose(M, N, name, weight_name, offset=offset, residual=option)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from .reference import wide_dtype
 
 _DRIVER = 13000
 """The CUDA that a driver has to serve: of NVRTC, which made the kernels."""
+Dtype = str | torch.dtype
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -193,3 +195,12 @@ def dtype_name(dtype: str | torch.dtype) -> str:
     if name not in DTYPES.values():
         raise ValueError(f"dtype must be one of {', '.join(DTYPES.values())}, got {dtype}")
     return name
+
+
+def explained(M: int, N: int, dtype: Dtype, weight_dtype: Dtype | None) -> tuple[str, str]:
+    """Return the names of both dtypes of a shape that `explain` is asked about; that of a weight
+    without one is x's. Raises ValueError for an impossible shape or dtype."""
+    if not (isinstance(M, Integral) and isinstance(N, Integral) and M >= 1 and N >= 1):
+        raise ValueError(f"M and N must be at least 1, got M={M} and N={N}")
+    name = dtype_name(dtype)
+    return name, dtype_name(weight_dtype) if weight_dtype else name

@@ -18,7 +18,7 @@ from ..operations.formula import added_to, evaluate, quantized_like, wide_dtype
 from ..spec import plan_launch
 from ..table import MAX_ALIGNMENT, Choice, Table
 from ..torch_internals import current_device, empty_strided, is_capturing, raw_stream, resolved
-from .checks import foreign_device
+from .checks import Dtype, explained, foreign_device
 from .collect import collecting
 from .groups import matrices_of_groups, rotation_of
 from .kernels import Source
@@ -110,14 +110,14 @@ class RowServer:
         return not served or bool(self.missing)
 
     def explain(
-        self, M: int, N: int, dtype: str, weight_dtype: str = "", **options: Any
+        self, M: int, N: int, dtype: Dtype, weight_dtype: Dtype = "", **options: Any
     ) -> dict[str, Any]:
         """Say which kernel serves M aligned rows of N columns ("bf16", "fp16" or "fp32"), and why.
-        options: as of Table.choose."""
+        options: as of Table.choose. Raises ValueError for an impossible shape or dtype."""
+        names = explained(M, N, dtype, weight_dtype)
         choice = Choice("none", str(self.source))
         if not isinstance(self.source, str):
-            table = self.source(None).backward
-            choice = table.choose(M, N, dtype, weight_dtype or dtype, **options)
+            choice = self.source(None).backward.choose(M, N, *names, **options)
         kernel = None if choice.kernel is None else choice.kernel.file
         return {"how": choice.how, "reason": choice.reason, "kernel": kernel}
 
