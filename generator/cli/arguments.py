@@ -20,6 +20,13 @@ if TYPE_CHECKING:
     from _typeshed import SupportsWrite
 
 
+SHAPE = (
+    "MxN:dtype[:weight dtype], with any of +offset, +residual (or +residual_fp32), +rotary64 and "
+    "+interleaved behind it"
+)
+"""The form of a shape, for the help of options."""
+
+
 class CommandLine(argparse.ArgumentParser):
     """A parser that raises NormforgeError, and suggests the option that was probably meant."""
 

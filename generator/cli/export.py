@@ -7,7 +7,7 @@ import argparse
 import json
 from pathlib import Path
 
-from generator.cli.arguments import CommandLine, folder_name
+from generator.cli.arguments import SHAPE, CommandLine, folder_name
 from generator.cli.report import add_study_options, find_study
 from generator.errors import NormforgeError
 from generator.paths import program_version, results_of
@@ -38,7 +38,7 @@ def export(argv: list[str]) -> int:
             name, type=folder_name, metavar="FILE", help="write the trials of --shape to a new file"
         )
     add_study_options(parser)
-    parser.add_argument("--shape", help="MxN:dtype[:weight dtype][+offset][+residual][+rotary64]")
+    parser.add_argument("--shape", help=SHAPE)
     args = parser.parse(argv)
     folder = args.standalone or args.hf
     if folder is None:

@@ -33,6 +33,7 @@ from importlib import import_module
 from pathlib import Path
 
 from generator.cli.arguments import (
+    SHAPE,
     CommandLine,
     add_operation,
     device_list,
@@ -83,9 +84,8 @@ def _add_what(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--shapes",
         default="default",
-        help="comma-separated shapes MxN:dtype[:weight dtype][+offset][+residual][+rotary64], "
-        "names in search_spaces/shapes/, or paths of such files and of those that "
-        "normforge.collect wrote (default: those in default.yaml there)",
+        help=f"comma-separated shapes ({SHAPE}), names in search_spaces/shapes/, or paths of such "
+        "files and of those that normforge.collect wrote (default: those in default.yaml there)",
     )
     group.add_argument(
         "--space", type=Path, help="file of the search space (default: that of the operation)"

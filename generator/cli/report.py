@@ -13,6 +13,7 @@ from shlex import quote
 from typing import TYPE_CHECKING
 
 from generator.cli.arguments import (
+    SHAPE,
     CommandLine,
     add_operation,
     folder_name,
@@ -142,7 +143,7 @@ def explain(argv: list[str]) -> int:
         description="Say why a kernel won at a shape, or why the config in --config did not.",
     )
     add_study_options(parser)
-    parser.add_argument("--shape", help="MxN:dtype[:weight dtype][+offset][+residual][+rotary64]")
+    parser.add_argument("--shape", help=SHAPE)
     parser.add_argument("stray", nargs="?", help=argparse.SUPPRESS)
     parser.add_argument(
         "--config", help="knob=value,...; knobs that are left out have the winner's values"
