@@ -75,6 +75,7 @@ class Variant(Geometry):
         whole = self.exact and self.columns % block == per_row * self.elements % block == 0
         whole &= block <= WARP * self.elements
         yield block > 1 and not whole, f"blocks of {block} columns in parts"
+        yield block > 1 and self.elements % 2 > 0, "FP8 in vectors of one element: two are stored"
         ahead = self["stages"] - (self["reload"] == "smem")
         yield staged and ahead < 1, "stages that are all in use while rows are read again"
         yield per_row > WARP and self.teams > _NAMED_BARRIERS, "more teams than named barriers"

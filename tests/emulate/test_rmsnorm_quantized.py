@@ -177,3 +177,11 @@ def test_no_kernel_has_blocks_in_parts(target: Target) -> None:
     for changed in ({"N": 1088}, {"exact": False}, *({"config": one} for one in knobs)):
         with pytest.raises(NormforgeError, match="no kernel has blocks of 128 columns in parts"):
             replace(variant, **changed)
+
+
+def test_no_kernel_stores_fp8_one_by_one(target: Target) -> None:
+    """The narrowest vectors of a block of 32 columns would be the lanes of a warp, one each."""
+    variant = small(Problem.parse("4096x1024:fp32", MX), target)
+    assert variant.block_columns == 32
+    with pytest.raises(NormforgeError, match="no kernel has FP8 in vectors of one element"):
+        replace(variant, config={**variant.config, "vector_bytes": 4})
