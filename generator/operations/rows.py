@@ -29,7 +29,7 @@ from normforge.launch.kernel_arguments import DW_IN_WEIGHT_DTYPE, argument_layou
 from normforge.launch.loaded_kernel import LoadedKernel
 from normforge.launch.row_layout import RowLayout
 from normforge.operations import RowOperation, signature_of
-from normforge.operations.formula import added_to, terms_of
+from normforge.operations.formula import added_to, in_dtype
 from normforge.operations.signature import Signature
 from normforge.operations.tensor import Tensor
 from normforge.spec import KernelSpec, Launch, ceil_div, plan_launch
@@ -104,7 +104,8 @@ def make_reference(operation: RowOperation, problem: Problem, inputs: Any) -> Re
         for tensor in signature.groups:
             groups = torch.arange(part.start, part.stop, device=device) // inputs.heads
             sliced[tensor.name] = given[tensor.name][groups % len(given[tensor.name])]
-        terms = terms_of(operation, sliced, torch.float64, offset)
+        arguments = in_dtype(signature, sliced, torch.float64, offset)
+        terms = operation.terms(**arguments)
         added = added_to(signature, sliced)
         for i, output in enumerate(signature.outputs):
             parts = [*terms[output.name]]
@@ -119,6 +120,8 @@ def make_reference(operation: RowOperation, problem: Problem, inputs: Any) -> Re
         if signature.sums:
             rows = torch.cat([*terms[signature.sums.name]], dim=1)
             found.outputs[signature.sums.name] += rows.sum(0)
+            if operation.magnitudes is not None:
+                rows = torch.cat([*operation.magnitudes(**arguments)], dim=1)
             found.scales[signature.sums.name] += rows.abs().sum(0)
     for copy in signature.copies:
         found.outputs[copy.name] = found.outputs[copy.copy_of]

@@ -29,11 +29,18 @@ def wide_dtype(x: torch.Tensor) -> torch.dtype:
 def terms_of(
     operation: RowOperation, tensors: Mapping[str, Any], compute: torch.dtype, offset: float = 0.0
 ) -> Terms:
-    """The terms of an operation's outputs, in the dtype `compute`. tensors: by name; rows as
-    (..., N), numbers of each row in any shape, columns without one for ones or zeros, what groups
-    share as (..., N / 2), which is repeated like any operand of PyTorch's, numbers and flags of the
-    call as they are. offset: is added to the columns that are a factor."""
-    signature = operation.signature
+    """The terms of an operation's outputs, in the dtype `compute`. The arguments are as of
+    `in_dtype`."""
+    return operation.terms(**in_dtype(operation.signature, tensors, compute, offset))
+
+
+def in_dtype(
+    signature: Signature, tensors: Mapping[str, Any], compute: torch.dtype, offset: float
+) -> dict[str, Any]:
+    """Return the arguments of an operation's `terms` in the dtype `compute`. tensors: by name; rows
+    as (..., N), numbers of each row in any shape, columns without one for ones or zeros, what
+    groups share as (..., N / 2), which is repeated like any operand of PyTorch's, numbers and flags
+    of the call as they are. offset: is added to the columns that are a factor."""
     shape = tensors[signature.early[0].name].shape
     given: dict[str, Any] = {}
     for tensor in signature.inputs:
@@ -48,7 +55,7 @@ def terms_of(
             given[tensor.name] = found
         elif not tensor.late:
             given[tensor.name] = found.to(compute)
-    return operation.terms(**given)
+    return given
 
 
 def quantize(

@@ -84,6 +84,15 @@ def _backward_terms(
     return {"dx": dx, "dw": ((parts[0] + parts[1]) * normalized,)}
 
 
+def _backward_magnitudes(
+    x: Any, dy: Any, weight: Any, cos: Any, sin: Any, eps: float, interleaved: bool = False
+) -> tuple[Any, ...]:
+    """Return the magnitudes of what dw adds up: dy rotated back is a sum of two products."""
+    with_cos, with_sin = _terms_of_rotation(dy, cos, -sin, interleaved)
+    normalized, _ = norm_terms(x, dy, weight, eps)
+    return ((with_cos.abs() + with_sin.abs()) * normalized.abs(),)
+
+
 def _forward(x: Any, weight: Any) -> tuple[Any, dict[str, Any]]:
     """The forward of rows of one group, with some rotation."""
     import torch
@@ -125,6 +134,7 @@ RMSNORM_ROPE_BACKWARD = RowOperation(
         summed=True,
     ),
     terms=_backward_terms,
+    magnitudes=_backward_magnitudes,
     forward=_forward,
     gradients={"x": "dx", "weight": "dw"},
 )

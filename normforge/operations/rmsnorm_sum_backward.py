@@ -25,7 +25,19 @@ def _three(x: Any, dy: Any, dy2: Any, dy3: Any, rstd: Any, weight: Any) -> Terms
     return terms_of_norm(x, dy + dy2 + dy3, rstd, weight)
 
 
-def _operation(terms: Callable[..., Terms], count: int) -> RowOperation:
+def _two_magnitudes(x: Any, dy: Any, dy2: Any, rstd: Any, weight: Any) -> tuple[Any, ...]:
+    return ((dy.abs() + dy2.abs()) * (x * rstd).abs(),)
+
+
+def _three_magnitudes(
+    x: Any, dy: Any, dy2: Any, dy3: Any, rstd: Any, weight: Any
+) -> tuple[Any, ...]:
+    return ((dy.abs() + dy2.abs() + dy3.abs()) * (x * rstd).abs(),)
+
+
+def _operation(
+    terms: Callable[..., Terms], magnitudes: Callable[..., tuple[Any, ...]], count: int
+) -> RowOperation:
     """Return the operation for so many gradients: RMSNorm's but for the tensors that come in."""
     x, _, *others = RMSNORM_BACKWARD.signature.tensors
     given = map(rows, GRADIENTS[:count])
@@ -36,8 +48,12 @@ def _operation(terms: Callable[..., Terms], count: int) -> RowOperation:
         forward=forward,
         gradients=RMSNORM_BACKWARD.gradients,
         incoming=count,
+        magnitudes=magnitudes,
     )
 
 
-RMSNORM_SUM_BACKWARDS = {2: _operation(_two, 2), 3: _operation(_three, 3)}
+RMSNORM_SUM_BACKWARDS = {
+    2: _operation(_two, _two_magnitudes, 2),
+    3: _operation(_three, _three_magnitudes, 3),
+}
 """The operations by the number of gradients."""

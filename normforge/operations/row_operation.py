@@ -34,8 +34,11 @@ class RowOperation:
     forward: the operation whose backward this is, in PyTorch: takes the tensors that `gradients`
     names and returns the result and, by name, the inputs that it saves for the backward. gradients:
     by argument of `forward`, the output that is its gradient. incoming: how many gradients come in,
-    whose sum is that of the result. quantize: where the signature has
-    what is quantized, its mathematics: takes the first output in fp32 and the numbers of the call.
+    whose sum is that of the result. quantize: where the signature has what is quantized, its
+    mathematics: takes the first output in fp32 and the numbers of the call. magnitudes: where what
+    is added up over the rows is itself a sum whose parts may cancel, takes what `terms` takes and
+    returns the sums of the parts' magnitudes, one tensor for every sum of a column. The error that
+    a kernel may have is in units of these.
     """
 
     name: str
@@ -45,6 +48,7 @@ class RowOperation:
     gradients: Mapping[str, str] = field(default_factory=dict)
     quantize: Callable[[Any, Mapping[str, float]], Quantized] | None = None
     incoming: int = 1
+    magnitudes: Callable[..., tuple[Any, ...]] | None = None
 
     def __post_init__(self) -> None:
         fault = next(self._faults(), None)
@@ -55,10 +59,12 @@ class RowOperation:
         if not re.fullmatch("[a-z][a-z0-9_]*", self.name):
             yield "a name has small letters, digits and underscores"
         signature = self.signature
-        takes = list(inspect.signature(self.terms).parameters)
         needed = [tensor.name for tensor in signature.inputs if not tensor.late]
-        if sorted(takes) != sorted(needed):
-            yield f"terms() takes {', '.join(takes)}, and the signature has {', '.join(needed)}"
+        for name in ("terms", "magnitudes")[: 1 + (self.magnitudes is not None)]:
+            takes = list(inspect.signature(getattr(self, name)).parameters)
+            if sorted(takes) != sorted(needed):
+                has = ", ".join(needed)
+                yield f"{name}() takes {', '.join(takes)}, and the signature has {has}"
         if (self.quantize is None) != (signature.quantized is None):
             yield "quantize() is for what the signature says is quantized: give both"
         outputs = {tensor.name for tensor in (*signature.outputs, *_some(signature.sums))}

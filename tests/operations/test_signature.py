@@ -18,7 +18,7 @@ from normforge.operations import (
     RowOperation,
     Signature,
 )
-from normforge.operations.formula import evaluate, terms_of
+from normforge.operations.formula import evaluate, in_dtype, terms_of
 from normforge.operations.tensor import (
     Tensor,
     added_columns,
@@ -226,6 +226,10 @@ UNFIT: dict[str, tuple[dict[str, Any], str]] = {
         {"terms": takes(*NEEDED, "dresidual")},
         "terms() takes x, dy, rstd, weight, dresidual, and the signature has",
     ),
+    "magnitudes of fewer tensors": (
+        {"magnitudes": takes("x", "dy")},
+        "magnitudes() takes x, dy, and the signature has x, dy, rstd, weight",
+    ),
     "a gradient that is an input": (
         {"gradients": {"x": "dy", "weight": "dw"}},
         "gradients names 'dy', which is no output",
@@ -332,6 +336,26 @@ def test_terms_stand_side_by_side_as_kernels_write_them(operation: RowOperation)
     assert [part.shape for part in terms[signature.sums.name]] == [(M, N)] * signature.column_sums
     for output in signature.outputs:
         assert torch.broadcast_shapes(*(part.shape for part in terms[output.name])) == (M, N)
+
+
+@each_backward
+def test_magnitudes_are_of_the_parts_of_what_is_added_up(operation: RowOperation) -> None:
+    """They are those of the terms where nothing cancels, and more where something does."""
+    if operation.magnitudes is None:
+        return
+    given, _ = drawn(operation)
+    arguments = in_dtype(operation.signature, given, torch.float64, 0.0)
+    (term,) = operation.terms(**arguments)["dw"]
+    (magnitude,) = operation.magnitudes(**arguments)
+    assert magnitude.shape == term.shape and (magnitude >= term.abs() * (1 - 1e-12)).all()
+    assert (magnitude > 2 * term.abs()).any()
+    gradients = {name: value for name, value in arguments.items() if re.fullmatch("dy[0-9]*", name)}
+    alone = {**arguments, **{name: torch.zeros_like(value) for name, value in gradients.items()}}
+    for name in gradients if len(gradients) > 1 else ():
+        one = {**alone, name: gradients[name]}
+        torch.testing.assert_close(
+            operation.magnitudes(**one)[0], operation.terms(**one)["dw"][0].abs()
+        )
 
 
 def test_the_second_sum_of_layernorm_is_the_gradient_of_its_bias() -> None:
