@@ -92,13 +92,6 @@ class Target:
             self.barriers_per_sm // max(1, barriers),
         )
 
-    def registers_of(self, threads: int, ctas: int) -> int:
-        """Registers that a thread may have where so many CTAs of `threads` threads are to fit on
-        one SM, by the rules of `occupancy`."""
-        of_scheduler = max(1, ceil_div(ceil_div(threads, WARP) * ctas, 4))
-        per_warp = self.registers_per_sm // 4 // of_scheduler // _REGISTER_UNIT * _REGISTER_UNIT
-        return min(255, per_warp // WARP)
-
     def smem_of_cta(self, smem_bytes: int) -> int:
         """Bytes of an SM's shared memory that one CTA of `smem_bytes` takes."""
         return round_up(smem_bytes, _SMEM_UNIT) + SMEM_RESERVED_PER_CTA

@@ -126,7 +126,9 @@ OF_ROWS: dict[str, Derived] = {
     "register_budget": Derived(
         (*_SM, "register_cap"),
         lambda v, p, t: min(
-            v["register_cap"] or 255, t.registers_of(v.cta_threads, v["ctas_per_sm"])
+            255,
+            v["register_cap"] or 255,
+            t.registers_per_sm // (v.cta_threads * v["ctas_per_sm"]) // 8 * 8,
         ),
     ),
     "batches": Derived(_BATCH, lambda v, p, t: ceil_div(p.M, v.batch_rows)),

@@ -111,9 +111,17 @@ def check_regions(v: Variant, target: Target) -> None:
 @settings(max_examples=100)
 @given(cases())
 def test_resident_ctas_fit_an_sm_with_the_registers_that_the_rules_count_on(case: Case) -> None:
+    """The rules count the registers of an SM. Where warps cannot be shared out evenly, one of its
+    four schedulers may have too few: such kernels compile, and the gate of resources refuses
+    them."""
     _, target, v = case
     registers = min(v["register_cap"] or 255, v.register_estimate)
-    assert target.occupancy(v.threads, registers, v.smem_bytes) >= v["ctas_per_sm"]
+    even = v.threads * v["ctas_per_sm"] % 128 == 0
+    assert registers * v.threads * v["ctas_per_sm"] <= target.registers_per_sm
+    if even:
+        assert target.occupancy(v.threads, registers, v.smem_bytes) >= v["ctas_per_sm"]
+    else:
+        assert target.occupancy(v.threads, 32, v.smem_bytes) >= v["ctas_per_sm"]
 
 
 # ---- Columns -------------------------------------------------------------------------------------

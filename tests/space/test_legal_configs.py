@@ -41,9 +41,6 @@ def test_registers_that_a_config_may_use_are_those_of_its_share_of_an_sm() -> No
         names["ctas_per_sm"] = ctas
         budgets.append(names["register_budget"])
     assert budgets == [255, 65536 // 512 // 8 * 8, 65536 // 1024 // 8 * 8]
-    # 18 warps: one of the four schedulers has five of them, with a fifth of its registers each
-    names.update({"threads_per_row": 192, "rows_per_cta": 1, "ctas_per_sm": 3})
-    assert names["register_budget"] == 65536 // 4 // 5 // 256 * 8 == 96
     names["register_cap"] = 40
     assert names["register_budget"] == 40
 
