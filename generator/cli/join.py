@@ -32,13 +32,14 @@ def join(argv: list[str]) -> int:
     from normforge.table import TABLE
 
     into: Path = args.into
-    for folder in args.folders:
+    places = [Path(describe_location(folder)) for folder in args.folders]
+    for folder, place in zip(args.folders, places, strict=True):
         if folder.resolve() == into.resolve():
             raise NormforgeError(f"{folder} cannot be joined into itself: name another --into")
-        if not Path(describe_location(folder)).exists():
+        if not place.exists():
             raise NormforgeError(f"{folder} has no {JOURNAL_NAME}: name the --out of a run")
     with exclusive_run(into, option="--into"):
-        journals = [read_journal(Path(describe_location(folder))) for folder in args.folders]
+        journals = [read_journal(place) for place in places]
         storage = open_storage(into / JOURNAL_NAME)
         check_joinable(args.folders, into, [*journals, storage])
         for folder, others in zip(args.folders, journals, strict=True):

@@ -180,9 +180,8 @@ def _request(
 ) -> Request:
     signature = signature_of(spec.operation)
     M, N = getattr(inputs, signature.early[0].name).shape
-    rows_at = _rows_at(signature, N, layout, options.inner)
-    for tensor in () if options.inner else signature.groups:
-        rows_at[tensor.name] = RowLayout(getattr(inputs, tensor.name).shape[-1])
+    widths = {tensor.name: getattr(inputs, tensor.name).shape[-1] for tensor in signature.groups}
+    rows_at = _rows_at(signature, N, layout, options.inner, widths)
     arguments = argument_layout(signature)
     extent = extent_of(signature, M, N, rows_at, launch.group, vars(inputs))
     extent = extent._replace(dw_mode=options.dw_mode, weight_offset=inputs.offset)
@@ -214,16 +213,19 @@ def _request(
     )
 
 
-def _rows_at(signature: Signature, N: int, layout: Layout, inner: int) -> dict[str, RowLayout]:
+def _rows_at(
+    signature: Signature, N: int, layout: Layout, inner: int, widths: Mapping[str, int]
+) -> dict[str, RowLayout]:
     """Return the row layouts of the matrices by name; the rows of a matrix that is left out are
     contiguous. With `inner`, a gap follows every `inner` rows: of one row in the first matrix, of
-    two in all others; what groups share is then the first half of a matrix."""
+    two in all others; what groups share is then the first part of a matrix. widths: of what groups
+    share."""
     found = {name: RowLayout(N + pad) for name, pad in layout.pads_of(signature).items()}
     if inner:
         for i, tensor in enumerate(signature.in_heads):
             stride = found[tensor.name].stride
             found[tensor.name] = RowLayout(stride, inner, (inner + min(i + 1, 2)) * stride)
-    found |= {tensor.name: RowLayout(N) for tensor in signature.groups}
+    found |= {name: RowLayout(N if inner else width) for name, width in widths.items()}
     return found | {copy.name: found[copy.copy_of] for copy in signature.copies}
 
 

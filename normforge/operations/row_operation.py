@@ -60,8 +60,8 @@ class RowOperation:
             yield "a name has small letters, digits and underscores"
         signature = self.signature
         needed = [tensor.name for tensor in signature.inputs if not tensor.late]
-        for name in ("terms", "magnitudes")[: 1 + (self.magnitudes is not None)]:
-            takes = list(inspect.signature(getattr(self, name)).parameters)
+        for name, function in (("terms", self.terms), ("magnitudes", self.magnitudes)):
+            takes = list(inspect.signature(function).parameters) if function else needed
             if sorted(takes) != sorted(needed):
                 has = ", ".join(needed)
                 yield f"{name}() takes {', '.join(takes)}, and the signature has {has}"

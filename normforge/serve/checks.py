@@ -15,6 +15,7 @@ from .reference import wide_dtype
 _DRIVER = 13000
 """The CUDA that a driver has to serve: of NVRTC, which made the kernels."""
 Dtype = str | torch.dtype
+"""A dtype, or a name of it that `dtype_name` knows."""
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -187,7 +188,7 @@ def foreign_device(target: dict[str, Any], device: int) -> str:
     return f"{made_for} and do not run on {properties.name}"
 
 
-def dtype_name(dtype: str | torch.dtype) -> str:
+def dtype_name(dtype: Dtype) -> str:
     """Return bf16, fp16 or fp32, also for "bfloat16" and so on. Raises ValueError for any other
     dtype."""
     kind: Any = getattr(torch, str(dtype).removeprefix("torch."), None)
