@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,10 +30,11 @@ from generator.search.budget import Budget, Progress
 from generator.search.choose_winner import choose, expected_error, preference_of
 from generator.search.experience import Experience, learn
 from generator.search.finals import fastest_ineligible, hold_finals
+from generator.search.pipeline import Pipeline, Proposal
 from generator.search.proposals import Proposals
 from generator.search.sampler import LegalSampler, NothingLeftError, distributions
 from generator.search.starts import incumbent_and_starts
-from generator.space.legal_configs import LegalConfigs, Values
+from generator.space.legal_configs import LegalConfigs
 from generator.studies.records import (
     Record,
     Winner,
@@ -96,13 +96,12 @@ def search_problem(
 
 
 @dataclass(frozen=True)
-class _Pending:
-    """A trial whose variant is being compiled."""
+class _Measured:
+    """The result of a trial, the identity of what ran, and the trial that it shares both with."""
 
-    trial: optuna.Trial
-    origin: str
-    variant: AnyVariant
-    compiled: Future[Compiled]
+    result: Result
+    identity: str = ""
+    shared_with: int | None = None
 
 
 class _Search:
@@ -135,7 +134,7 @@ class _Search:
         self.stored = stored
         self.before = max((record.elapsed for record in self.records), default=0.0)
         self.started = time.monotonic()
-        self.pending: deque[_Pending] = deque()
+        self.pipeline = Pipeline(pool, self._propose)
 
         # A resumed search draws a new sequence: the first one would propose what is known.
         rng = random.Random(f"{seed}/{stored}")
@@ -159,22 +158,15 @@ class _Search:
             added=resume.added_values(legal, known.values()),
             winners=winners if evaluator.evidence == "measured" else tuple,
         )
+        self.plan = self.proposals.plan()
 
     def run(self) -> None:
-        """Trials until the budget or the space ends. While one is measured, the pool compiles the
-        next ones; results are taken in the order of the proposals."""
-        plan = self.proposals.plan()
-        more = True
-        try:
-            while not self._late():
-                while more and len(self.pending) <= self.pool.processes and self._used() < 1:
-                    more = self._ask(plan)
-                if not self.pending:
+        """Run trials until the budget or the space ends."""
+        with self.pipeline:
+            for finished in self.pipeline.results(self._measure):
+                self._tell(*finished)
+                if self._late():
                     break
-                self._tell(self.pending.popleft())
-        finally:
-            while self.pending:  # nobody will measure these
-                self.pending.pop().compiled.cancel()
 
     def finish(self, machine: Mapping[str, Any]) -> Winner | None:
         """The stored winner where it is up to date, else that of new finals."""
@@ -211,9 +203,11 @@ class _Search:
         self.log.save_finals(winner, results, self.stored, machine)
         return winner
 
-    def _ask(self, plan: Iterator[tuple[str, Values | None]]) -> bool:
-        """Put the next trial into the pipeline; False when there is none."""
-        for origin, config in plan:
+    def _propose(self) -> Proposal | None:
+        """Return what to try next; None where there is no budget, or nothing left."""
+        if self._used() >= 1:
+            return None
+        for origin, config in self.plan:
             if config is not None:
                 self.sampler.planned.append(config)
             try:
@@ -221,50 +215,52 @@ class _Search:
             except NothingLeftError:
                 self.proposals.exhausted = True
                 continue
-            variant = kernel_of(trial.params, self.legal.problem)
-            self.pending.append(_Pending(trial, origin, variant, self.pool.submit(variant)))
-            return True
-        return False
+            return Proposal(trial, origin, kernel_of(trial.params, self.legal.problem))
+        return None
 
-    def _tell(self, pending: _Pending) -> None:
-        """Evaluate a trial and keep it."""
-        variant, problem, target = pending.variant, self.legal.problem, self.legal.target
-        compiled = self.pool.result(variant, pending.compiled)
+    def _measure(self, variant: AnyVariant, compiled: Compiled) -> _Measured:
+        """Evaluate machine code, unless what was measured before says it all."""
+        problem, target = self.legal.problem, self.legal.target
         result = refuse(variant, compiled, problem, target)
-        same = shared_with = None
-        if result is None:
-            same = identity(variant, compiled, problem, target)
-            if same in self.measured:
-                shared_with, result = self.measured[same]
-            else:
-                result = self.evaluator.evaluate(problem, variant, compiled, self._best_us())
+        if result is not None:
+            return _Measured(result)
+        same = identity(variant, compiled, problem, target)
+        if same in self.measured:
+            number, result = self.measured[same]
+            return _Measured(result, same, number)
+        result = self.evaluator.evaluate(problem, variant, compiled, self._best_us())
+        return _Measured(result, same)
+
+    def _tell(self, proposal: Proposal, compiled: Compiled, measured: _Measured) -> None:
+        """Keep a finished trial."""
+        variant = proposal.variant
         record = Record(
             config=variant.config,
             variant=variant.id,
-            result=result.rounded(),
-            origin=pending.origin,
+            result=measured.result.rounded(),
+            origin=proposal.origin,
             elapsed=self._elapsed(),
             code=self.pool.code(variant),
             cubin="" if compiled.error else compiled.digest,
-            identity=same or "",
+            identity=measured.identity,
             registers=None if compiled.error else compiled.main.registers,
             smem=None if compiled.error else variant.smem_bytes + compiled.main.smem_bytes,
-            shared_with=shared_with,
+            shared_with=measured.shared_with,
         )
-        trial = pending.trial
+        trial = proposal.trial
         for name, value in record.attributes().items():
             trial.set_user_attr(name, value)
         trial.set_constraint("infeasible", 0.0 if record.feasible else 1.0)
         self.records.append(record)
         self._keep_measured(self.stored, record)
-        timed = result.ratio is not None
+        timed = measured.result.ratio is not None
         value = None
         if timed:
             value = round(over_median_floor([r.result for r in self.records])[-1], 6)
         state = TrialState.COMPLETE if timed else TrialState.PRUNED
         self.log.add(self.study.tell(trial, value, state))
         self.stored += 1
-        self._report(pending.origin)
+        self._report(proposal.origin)
 
     def _keep_measured(self, number: int, record: Record) -> None:
         if record.identity:
@@ -274,7 +270,7 @@ class _Search:
         return self.before + time.monotonic() - self.started
 
     def _used(self) -> float:
-        return self.budget.used(len(self.records) + len(self.pending), self._elapsed())
+        return self.budget.used(len(self.records) + len(self.pipeline), self._elapsed())
 
     def _late(self) -> bool:
         return self.budget.seconds is not None and self._elapsed() >= self.budget.seconds
