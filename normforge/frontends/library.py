@@ -1,7 +1,7 @@
 """The one library of operators that this process has of this code; packages add what serves their
 calls.
 
-An operator is `normforge::<name>` with the overload VERSION, such as `normforge::rms_norm.v1`. It
+An operator is `normforge::<name>` with the overload VERSION, such as `normforge::rms_norm.v2`. It
 is registered once, whatever the number of packages, and its last argument names the package that
 serves a call. So a saved graph, and what a compiler keeps on disk, is good for any table.
 """
@@ -19,7 +19,7 @@ import torch
 
 from ..identity import NAMESPACE
 
-VERSION = "v1"
+VERSION = "v2"
 """Changes with the schema of an operator, with what an argument or a result means, and with what is
 traced around the operators. Compilers keep backwards on disk that were traced by an older version
 of this code: the calls in them have the older VERSION, which nothing serves any more."""

@@ -106,7 +106,7 @@ class NormPackage(Server):
     @property
     def operators(self) -> Any:
         """The operators, as torch.compile and policies of selective checkpointing see them:
-        `operators.rms_norm.v1` and so on. All packages share them; their last argument says which
+        `operators.rms_norm.v2` and so on. All packages share them; their last argument says which
         one serves a call."""
         return getattr(torch.ops, namespace)
 

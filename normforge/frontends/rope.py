@@ -45,12 +45,14 @@ class RotatedFunctions(RowFunctions):
         forward: bool = False,
         rotary_dim: int | None = None,
         interleaved: bool = False,
+        offset: bool = False,
     ) -> dict[str, Any]:
         """Say which kernel serves the backward (or the forward) of M aligned heads of N columns
-        ("bf16", "fp16" or "fp32"), and why. rotary_dim, interleaved: as of `rms_norm_rope`."""
+        ("bf16", "fp16" or "fp32"), and why. rotary_dim, interleaved: as of `rms_norm_rope`; offset:
+        whether the calls have a weight_offset."""
         server = self.server(RMSNORM_ROPE_FORWARD if forward else RMSNORM_ROPE_BACKWARD)
         rotation = rotation_name(N if rotary_dim is None else rotary_dim, N, interleaved)
-        return server.explain(M, N, dtype, weight_dtype, rotation=rotation)
+        return server.explain(M, N, dtype, weight_dtype, rotation=rotation, offset=offset)
 
     def rms_norm_rope(
         self,
@@ -61,9 +63,11 @@ class RotatedFunctions(RowFunctions):
         eps: float = 1e-6,
         rotary_dim: int | None = None,
         interleaved: bool = False,
+        weight_offset: float = 0.0,
     ) -> torch.Tensor:
-        """Compute n * cos + rotate_half(n) * sin with n = norm(x) * weight, as attention does with
-        its queries and keys in Qwen 3 and Gemma 3. Differentiable in x and weight.
+        """Compute n * cos + rotate_half(n) * sin with n = norm(x) * (weight + weight_offset), as
+        attention does with its queries and keys in Qwen 3 and Gemma 3. Differentiable in x and
+        weight.
 
         Both directions are kernels where such were tuned, else the formula in PyTorch. Under
         torch.compile both are operators. Works under autocast (which changes nothing here),
@@ -83,6 +87,7 @@ class RotatedFunctions(RowFunctions):
             interleaved: whether columns 2i and 2i + 1 are a pair, as in GPT-J and in torchtitan's
                 complex form, and not i and i + R / 2. cos and sin are the same: a number for each
                 pair, or as many again behind these, which are not read.
+            weight_offset: added to the weight in fp32, for models that store w - 1, such as Gemma.
 
         Returns:
             y in x's shape and dtype, computed in fp32 and rounded once.
@@ -94,7 +99,9 @@ class RotatedFunctions(RowFunctions):
         check_rotated(x, weight, cos, sin, eps, rotary_dim, interleaved)
         weight = served_dtype(weight, x)
         of_turns = turns_of(x, cos, sin, rotary_dim)
-        return rotated_norm(x, weight, *of_turns, eps, self._form(interleaved))
+        return rotated_norm(
+            x, weight, *of_turns, eps, float(weight_offset), self._form(interleaved)
+        )
 
     def qk_norm_rope(
         self,
@@ -107,6 +114,7 @@ class RotatedFunctions(RowFunctions):
         eps: float = 1e-6,
         rotary_dim: int | None = None,
         interleaved: bool = False,
+        weight_offset: float = 0.0,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Compute `rms_norm_rope` of the queries and of the keys in a packed projection, without a
         copy of them. Differentiable in qkv and the weights; the gradients of q, k and v are written
@@ -118,7 +126,7 @@ class RotatedFunctions(RowFunctions):
             q_weight, k_weight: (D,), or None for ones.
             cos, sin: as of `rms_norm_rope`.
             heads: Hq and Hkv.
-            eps, rotary_dim, interleaved: as of `rms_norm_rope`.
+            eps, rotary_dim, interleaved, weight_offset: as of `rms_norm_rope`.
 
         Returns:
             q of shape (..., Hq, D), k of (..., Hkv, D), and v, a view of qkv, of (..., Hkv, D).
@@ -133,7 +141,7 @@ class RotatedFunctions(RowFunctions):
         check_rotated(k, k_weight, cos, sin, eps, rotary_dim)
         weights = (served_dtype(q_weight, qkv), served_dtype(k_weight, qkv))
         of_turns = turns_of(q, cos, sin, rotary_dim)
-        rest = (of_queries, of_keys, eps, self._form(interleaved))
+        rest = (of_queries, of_keys, eps, float(weight_offset), self._form(interleaved))
         return packed_norms(qkv, *weights, *of_turns, *rest)
 
     def _form(self, interleaved: bool) -> str:
@@ -156,49 +164,49 @@ class RotatedFunctions(RowFunctions):
 
     def forward(self, *given: Any) -> torch.Tensor:
         """Return y without gradients, of arguments as of RotatedNorms."""
-        x, weight, cos, sin, eps = given
+        x, weight, cos, sin, eps, offset = given
         server = self.server(RMSNORM_ROPE_FORWARD)
         tensors = {"x": x, "weight": weight, "cos": cos, "sin": sin, "eps": eps}
         tensors["interleaved"] = self.interleaved
         if server.is_without_kernels(x):
-            server.count_call(x, tensors)
+            server.count_call(x, tensors, offset)
             with torch.no_grad():
-                return formula(x, weight, cos, sin, eps, self.interleaved)
-        return server(tensors)["y"]
+                return formula(*(*given, self.interleaved))
+        return server(tensors, offset)["y"]
 
     def backward(self, *given: Any, into: torch.Tensor | None = None) -> Gradients:
         """Return dx and dw, of arguments as of RotatedNorms. into: where dx is to be written."""
-        dy, x, weight, cos, sin, eps = given
+        dy, x, weight, cos, sin, eps, offset = given
         server = self.server(RMSNORM_ROPE_BACKWARD)
         tensors = {"x": x, "dy": dy, "weight": weight, "cos": cos, "sin": sin, "eps": eps}
         tensors["interleaved"] = self.interleaved
         served = eps >= SMALLEST_EPS
         if served and server.is_without_kernels(x):
-            server.count_call(x, tensors)
+            server.count_call(x, tensors, offset)
             served = False
         if not served:
             with torch.no_grad():
-                dx, dw = gradients_by_formula(dy, x, weight, cos, sin, eps, self.interleaved)
+                dx, dw = gradients_by_formula(*(*given, self.interleaved))
                 return dx if into is None else into.copy_(dx), dw
-        found = server(tensors, into={} if into is None else {"dx": into})
+        found = server(tensors, offset, into={} if into is None else {"dx": into})
         return found["dx"], None if weight is None else found["dw"]
 
     def forward_packed(self, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Return q and k without gradients, of arguments as of `packed_norms`."""
-        qkv, q_weight, k_weight, cos, sin, of_queries, of_keys, eps = given
+        qkv, q_weight, k_weight, cos, sin, of_queries, of_keys, *numbers = given
         q, k, _ = parts_of(qkv, of_queries, of_keys)
-        turned = self.forward(q, q_weight, cos, sin, eps)
-        return turned, self.forward(k, k_weight, cos, sin, eps)
+        turned = self.forward(q, q_weight, cos, sin, *numbers)
+        return turned, self.forward(k, k_weight, cos, sin, *numbers)
 
     def backward_packed(self, *given: Any) -> PackedGradients:
         """Return the gradients of q, k and v where they lie in that of qkv, and those of the
         weights, of dq, dk, dv and arguments as of `packed_norms`."""
-        dq, dk, dv, qkv, q_weight, k_weight, cos, sin, *heads, eps = given
+        dq, dk, dv, qkv, q_weight, k_weight, cos, sin, *heads, eps, offset = given
         with torch.no_grad():
             made = qkv.new_empty(qkv.shape)
             (q, k, _), (to_q, to_k, to_v) = parts_of(qkv, *heads), parts_of(made, *heads)
-            _, of_q = self.backward(dq, q, q_weight, cos, sin, eps, into=to_q)
-            _, of_k = self.backward(dk, k, k_weight, cos, sin, eps, into=to_k)
+            _, of_q = self.backward(dq, q, q_weight, cos, sin, eps, offset, into=to_q)
+            _, of_k = self.backward(dk, k, k_weight, cos, sin, eps, offset, into=to_k)
             to_v.copy_(dv)
         return made, of_q, of_k
 

@@ -23,7 +23,7 @@ PackedGradients = tuple[torch.Tensor, "torch.Tensor | None", "torch.Tensor | Non
 
 class RotatedNorms(Protocol):
     """The interface of what computes a package's rotated norms. x, dy: (..., H, N); cos, sin: (...,
-    1, R / 2), where the first R columns are rotated."""
+    1, R / 2), where the first R columns are rotated; offset: added to the weight."""
 
     def forward(
         self,
@@ -32,6 +32,7 @@ class RotatedNorms(Protocol):
         cos: torch.Tensor,
         sin: torch.Tensor,
         eps: float,
+        offset: float,
     ) -> torch.Tensor: ...
 
     def backward(
@@ -42,6 +43,7 @@ class RotatedNorms(Protocol):
         cos: torch.Tensor,
         sin: torch.Tensor,
         eps: float,
+        offset: float,
     ) -> Gradients: ...
 
     def forward_packed(self, *given: Any) -> tuple[torch.Tensor, torch.Tensor]: ...
@@ -56,7 +58,9 @@ class RotatedNorms(Protocol):
 SERVED: Served[RotatedNorms] = Served()
 INTERLEAVED = "interleaved"
 """The form of a package in which neighbouring columns are pairs, and not those of two halves."""
-_ARGUMENTS = "Tensor x, Tensor? weight, Tensor cos, Tensor sin, float eps, str package"
+_ARGUMENTS = (
+    "Tensor x, Tensor? weight, Tensor cos, Tensor sin, float eps, float weight_offset, str package"
+)
 
 
 def _run(*given: Any) -> Any:
@@ -96,24 +100,32 @@ def is_interleaved(package: str) -> bool:
 
 
 def formula(
-    x: Any, weight: Any, cos: Any, sin: Any, eps: float, interleaved: bool = False
+    x: Any, weight: Any, cos: Any, sin: Any, eps: float, offset: float, interleaved: bool = False
 ) -> torch.Tensor:
     """Compute y in x's dtype, computed in fp32 (in float64 for float64) and rounded once.
     Differentiable. Arguments are as of RotatedNorms, and whether neighbours are pairs."""
     compute = wide_dtype(x)
-    scale = 1.0 if weight is None else weight.to(compute)
+    scale = (1.0 if weight is None else weight.to(compute)) + offset
     y = rmsnorm_rope(x.to(compute), scale, cos.to(compute), sin.to(compute), eps, interleaved)
     rounded: torch.Tensor = y.to(x.dtype)
     return rounded
 
 
 def gradients_by_formula(
-    dy: Any, x: Any, weight: Any, cos: Any, sin: Any, eps: float, interleaved: bool = False
+    dy: Any,
+    x: Any,
+    weight: Any,
+    cos: Any,
+    sin: Any,
+    eps: float,
+    offset: float,
+    interleaved: bool = False,
 ) -> Gradients:
     """Compute the gradients by PyTorch's operators. Differentiable. Arguments are as of
     `formula`."""
     given = {"dy": dy, "x": x, "weight": weight, "cos": cos, "sin": sin, "eps": eps}
-    found = evaluate(RMSNORM_ROPE_BACKWARD, given | {"interleaved": interleaved})
+    given["interleaved"] = interleaved
+    found = evaluate(RMSNORM_ROPE_BACKWARD, given, offset=offset)
     return found["dx"].to(x.dtype), None if weight is None else found["dw"].to(weight.dtype)
 
 
@@ -133,29 +145,32 @@ class RotatedNode(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> torch.Tensor:
-        x, weight, cos, sin, ctx.eps, ctx.package = given
+        x, weight, cos, sin, *ctx.rest = given
         ctx.save_for_backward(x, weight, cos, sin)
         return _forward(*given)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        given = (dy, *ctx.saved_tensors, ctx.eps)
+        *numbers, package = ctx.rest
+        given = (dy, *ctx.saved_tensors, *numbers)
         if not is_dynamo_compiling() and (
             torch.is_grad_enabled() or transforms_active() or is_batched(dy)
         ):
-            dx, dw = gradients_by_formula(*(*given, is_interleaved(ctx.package)))
+            dx, dw = gradients_by_formula(*(*given, is_interleaved(package)))
         elif is_dynamo_compiling() or watched() or not is_plain(dy):
-            dx, dw = rms_norm_rope_backward(*given, ctx.package)
+            dx, dw = rms_norm_rope_backward(*given, package)
         else:
-            dx, dw = SERVED(ctx.package).backward(*given)
-        return dx, dw if ctx.needs_input_grad[1] else None, None, None, None, None
+            dx, dw = SERVED(package).backward(*given)
+        return dx, dw if ctx.needs_input_grad[1] else None, *(None,) * 5
 
 
-def rotated_norm(x: Any, weight: Any, cos: Any, sin: Any, eps: float, package: str) -> torch.Tensor:
-    """Compute `formula` as a package serves it; by PyTorch's operators where it does not."""
-    if not is_ours(x, weight, cos, sin):
-        return formula(x, weight, cos, sin, eps, is_interleaved(package))
+def rotated_norm(*given: Any) -> torch.Tensor:
+    """Compute `formula` as a package serves it, of the arguments of RotatedNorms and the package's
+    name; by PyTorch's operators where it does not."""
+    *call, package = given
+    if not is_ours(*call[:4]):
+        return formula(*(*call, is_interleaved(package)))
     if not torch.is_grad_enabled():
-        return _forward(x, weight, cos, sin, eps, package)
-    y: torch.Tensor = applied(RotatedNode, x, weight, cos, sin, eps, package)
+        return _forward(*given)
+    y: torch.Tensor = applied(RotatedNode, *given)
     return y

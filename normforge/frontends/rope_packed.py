@@ -29,7 +29,7 @@ def parts_of(qkv: torch.Tensor, of_queries: int, of_keys: int) -> Packed:
 
 _ARGUMENTS = (
     "Tensor qkv, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor sin, int of_queries,"
-    " int of_keys, float eps, str package"
+    " int of_keys, float eps, float weight_offset, str package"
 )
 
 
@@ -67,16 +67,16 @@ qk_norm_rope_backward = define(
 
 
 def _by_formula(*given: Any) -> Packed:
-    qkv, q_weight, k_weight, cos, sin, *heads, eps, package = given
+    qkv, q_weight, k_weight, cos, sin, *heads, eps, offset, package = given
     q, k, v = parts_of(qkv, *heads)
-    rest = (cos, sin, eps, is_interleaved(package))
+    rest = (cos, sin, eps, offset, is_interleaved(package))
     return formula(q, q_weight, *rest), formula(k, k_weight, *rest), v
 
 
 def _gradients_by_formula(*given: Any) -> tuple[Any, ...]:
-    dq, dk, dv, qkv, q_weight, k_weight, cos, sin, *heads, eps, package = given
+    dq, dk, dv, qkv, q_weight, k_weight, cos, sin, *heads, eps, offset, package = given
     q, k, _ = parts_of(qkv, *heads)
-    rest = (cos, sin, eps, is_interleaved(package))
+    rest = (cos, sin, eps, offset, is_interleaved(package))
     to_q, of_q = gradients_by_formula(dq, q, q_weight, *rest)
     to_k, of_k = gradients_by_formula(dk, k, k_weight, *rest)
     # Batched gradients have no rule for flatten().
@@ -114,12 +114,13 @@ class PackedNode(torch.autograd.Function):
         else:
             dqkv, *dw = SERVED(given[-1]).backward_packed(*given[:-1])
         of_q, of_k = (one if ctx.needs_input_grad[i] else None for i, one in enumerate(dw, 1))
-        return dqkv, of_q, of_k, *(None,) * 6
+        return dqkv, of_q, of_k, *(None,) * 7
 
 
 def packed_norms(*given: Any) -> Packed:
     """Return q, k and v as a package serves them, of a projection, the weights of queries and of
-    keys, cos and sin of shape (..., 1, R / 2), the numbers of heads, eps, and the package's name;
+    keys, cos and sin of shape (..., 1, R / 2), the numbers of heads, eps, what is added
+    to the weights, and the package's name;
     by PyTorch's operators where it does not."""
     if not is_ours(*given[:5]):
         return _by_formula(*given)

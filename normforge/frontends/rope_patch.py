@@ -16,6 +16,7 @@ from ..shape_names import rotation_name
 from . import rewritten
 from .patch import REMADE, ModuleForward, original_class, replace_forwards, served_by
 from .rope import RotatedFunctions
+from .row_functions import has_kernel
 from .tried import (
     UNTRIED,
     alike,
@@ -102,8 +103,8 @@ def _without_kernels(
     rotation = rotation_name(columns, width)
     for operation in (RMSNORM_ROPE_FORWARD, RMSNORM_ROPE_BACKWARD):
         server = rotated.server(operation)
-        asked = (1 << 17, width, dtype, "fp32" if offset else dtype)
-        if server.explain(*asked, rotation=rotation)["kernel"] is None:
+        asked = (server, 1 << 17, width, dtype, dtype)
+        if not has_kernel(*asked, offset=offset, rotation=rotation):
             some = f", {columns} of them rotated," if rotation else ""
             return f"no kernel of rms_norm_rope serves heads of {width} columns{some} here"
     return ""
@@ -129,12 +130,9 @@ def _forward_of(
         return None
 
     def heads(norm: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        weight = norm.weight
-        if offset:  # in fp32, as the norm does
-            weight = weight.to(torch.promote_types(weight.dtype, torch.float32)) + 1.0
         eps: Any = eps_of(norm)  # _fits has seen it
-        y = rotated.rms_norm_rope(x.transpose(1, 2), weight, cos, sin, eps, columns)
-        return y.transpose(1, 2)
+        given = (x.transpose(1, 2), norm.weight, cos, sin, eps, columns)
+        return rotated.rms_norm_rope(*given, weight_offset=float(offset)).transpose(1, 2)
 
     def serve(self: Any, q: Any, k: Any, cos: Any, sin: Any) -> Any:
         """Return q and k (B, H, S, D), normalized and rotated."""

@@ -126,7 +126,7 @@ narrow = [one.detach().bfloat16().requires_grad_() for one in given]
 forward(*narrow).sum().backward()
 assert all(one.grad.dtype == torch.bfloat16 for one in narrow)
 inputs = [1e-6 if kind == "number" else torch.rand(shapes[kind]) for kind in {inputs!r}]
-torch.library.opcheck(getattr(torch.ops.normforge, "own_{name}").v1, (*inputs, {name!r}))
+torch.library.opcheck(getattr(torch.ops.normforge, "own_{name}").v2, (*inputs, {name!r}))
 print(package.explain(64, 1024, "bf16")["kernel"])
 """
 

@@ -226,14 +226,14 @@ import sys
 sys.path.insert(0, "{folder}")
 import generator, normforge, torch
 assert generator.__file__.startswith("{folder}")
-print(torch.ops.normforge.rms_norm.v1.name())
+print(torch.ops.normforge.rms_norm.v2.name())
 """
 
 
 def test_a_module_of_the_tuners_name_changes_nothing(tmp_path: Path) -> None:
     (tmp_path / "generator").mkdir()
     (tmp_path / "generator" / "__init__.py").write_text("")
-    assert run(FOREIGN, tmp_path, "h200") == "normforge::rms_norm.v1"
+    assert run(FOREIGN, tmp_path, "h200") == "normforge::rms_norm.v2"
 
 
 SAVE = """
@@ -262,7 +262,7 @@ program = torch.export.load("{folder}/model.pt2")
 _, x, wanted = pickle.load(open("{folder}/model.pkl", "rb"))
 assert torch.equal(program.module()(x), wanted)
 names = [str(node.target) for node in program.graph.nodes]
-assert names.count("normforge.rms_norm.v1") == 2, names
+assert names.count("normforge.rms_norm.v2") == 2, names
 print(normforge.explain(4096, 4096, "bf16")["gpu"])
 """
 

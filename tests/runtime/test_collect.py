@@ -191,10 +191,11 @@ def test_rotated_norms_count_by_what_is_rotated(recorder: Recorder) -> None:
         of_turns = (angles, angles) if rotary_dim else (angles.repeat(1, 4), angles.repeat(1, 4))
         rest = (*of_turns, 1e-6, rotary_dim, interleaved)
         normforge.rms_norm_rope(x, leaf(16), *rest).sum().backward()
+    normforge.rms_norm_rope(x, leaf(16), *of_turns, weight_offset=1.0).sum().backward()
     assert counted(recorder) == {
         f"rmsnorm_rope_{direction} 24x16:fp32{rotation}": 1
         for direction in ("forward", "backward")
-        for rotation in ("", "+rotary8", "+interleaved")
+        for rotation in ("", "+rotary8", "+interleaved", "+offset")
     }
 
 

@@ -100,7 +100,7 @@ def test_the_operator_is_what_pytorch_asks_of_one(activation: str, norm_before_g
         rms_norm_gated_backward,
         (*turned, torch.rand(D).double(), 1e-6, activation, norm_before_gate, "*/gated"),
     )
-    assert normforge.gated.operators.rms_norm_gated_backward.v1 is rms_norm_gated_backward
+    assert normforge.gated.operators.rms_norm_gated_backward.v2 is rms_norm_gated_backward
 
 
 # ---- Who serves ----------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ def package(here: Target, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_gpu_calls_have_the_bits_of_the_package_of_their_gpu(package: Any, how: str) -> None:
     def norm(x: Any, weight: Any, eps: float) -> Any:
         if how == "operator":
-            return normforge.operators.rms_norm.v1(x, weight, eps, 0.0, "")[0]
+            return normforge.operators.rms_norm.v2(x, weight, eps, 0.0, "")[0]
         return normforge.rms_norm(x, weight, eps)
 
     run = torch.compile(norm, backend="aot_eager", fullgraph=True) if how == "compiled" else norm

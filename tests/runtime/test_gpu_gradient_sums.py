@@ -83,7 +83,7 @@ def test_compiled_projections_have_no_additions_before_the_backward(package: Pac
     weights = torch.randn(3, 1024, 1024, device="cuda") / 32
     leaves = [one.bfloat16().requires_grad_() for one in (x, w, *weights)]
     called = []
-    operator = torch.ops.normforge.rms_norm_backward_of_sum.v1
+    operator = torch.ops.normforge.rms_norm_backward_of_sum.v2
 
     def run(x: torch.Tensor, w: torch.Tensor, *projections: torch.Tensor) -> torch.Tensor:
         y = functional.rms_norm(x, (1024,), w, 1e-6)

@@ -75,7 +75,7 @@ def functions(here: Target, tmp_path_factory: pytest.TempPathFactory) -> Rotated
 
     def source(name: str) -> Source | str:
         knobs = {"threads_per_row": 16, "rows_per_cta": 8, "strategy": strategy_of(name)}
-        rotations = ("", "+rotary32", "+interleaved")
+        rotations = ("", "+offset", "+rotary32", "+interleaved")
         kinds = [f"{weight}{rotation}" for weight in ("", ":fp32") for rotation in rotations]
         problems = [Problem.parse(f"{name}:4096x128:bf16{kind}") for kind in kinds]
         entries = [planted_entry(problem, here, **knobs) for problem in problems]
@@ -106,12 +106,16 @@ def check(found: Any, exact: Any) -> None:
 @pytest.mark.parametrize("of_turns", [BF16, torch.float32])
 @pytest.mark.parametrize("shape", [(3, 70), (1, 70), (70,), (3, 1)])
 @pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize(("columns", "interleaved"), [(128, False), (32, False), (128, True)])
+@pytest.mark.parametrize(
+    ("columns", "interleaved", "offset"),
+    [(128, False, 0.0), (128, False, 1.0), (32, False, 0.0), (128, True, 0.0)],
+)
 @pytest.mark.usefixtures("deterministic", "served_by_kernels")
 def test_queries_and_keys_of_a_projection_are_those_of_the_formula(
     functions: RotatedFunctions,
     columns: int,
     interleaved: bool,
+    offset: float,
     wide: bool,
     shape: tuple[int, ...],
     of_turns: torch.dtype,
@@ -120,12 +124,12 @@ def test_queries_and_keys_of_a_projection_are_those_of_the_formula(
     qkv = randn(3, 70, 48 * 128).requires_grad_()
     weights = [randn(128, dtype=torch.float32 if wide else BF16).requires_grad_() for _ in "qk"]
     cos, sin = turns(*shape, dtype=of_turns, columns=columns)
-    leaves = [qkv, *weights]
-    found = functions.qk_norm_rope(*leaves, cos, sin, (32, 8), 1e-6, columns, interleaved)
+    leaves, how = [qkv, *weights], (1e-6, columns, interleaved)
+    found = functions.qk_norm_rope(*leaves, cos, sin, (32, 8), *how, offset)
     exact_leaves = [leaf.detach().double().requires_grad_() for leaf in leaves]
     halves = [one[..., : columns // 2].double().unsqueeze(-2) for one in (cos, sin)]
     q, k, v = parts_of(exact_leaves[0], 32, 8)
-    rest, of_both = (*halves, 1e-6, interleaved), zip((q, k), exact_leaves[1:], strict=True)
+    rest, of_both = (*halves, 1e-6, offset, interleaved), zip((q, k), exact_leaves[1:], strict=True)
     exact = [formula(x, w, *rest) for x, w in of_both]
     check(found, [*exact, v])
     dy = [randn(*part.shape) for part in found]

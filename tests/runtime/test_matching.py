@@ -110,7 +110,7 @@ def test_a_graph_may_ask_for_a_form_before_anybody_else() -> None:
     invariant = BatchInvariantPackage(GENERATED / "h200" / "rmsnorm_invariant_backward")
     x = torch.ones(2, 64)
     name = f"{invariant.name}+tiles_in_pairs"
-    y, _ = invariant.operators.rms_norm.v1(x, None, 1e-6, 0.0, name)
+    y, _ = invariant.operators.rms_norm.v2(x, None, 1e-6, 0.0, name)
     norm = invariant._norm.matching("vllm-triton3.8")
     assert norm.operators is Operators.served(name) and torch.equal(y, norm.rms_norm(x, None, 1e-6))
 

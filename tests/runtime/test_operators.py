@@ -280,7 +280,7 @@ def test_packages_share_operators_which_find_the_package_that_a_call_asks_for(
         monkeypatch.setattr(package.ops, "_quick", lambda *_, wide=wide: (wide.clone(), wide[0]))
     for package in (two, one):
         given = (*plain_call(), None, None, 0.0, True, True, package.name)
-        dx, *_ = package.operators.rms_norm_backward.v1(*given)
+        dx, *_ = package.operators.rms_norm_backward.v2(*given)
         assert torch.equal(dx, torch.full((4, 16), float(len(package.name))))
     compiled = torch.compile(lambda x: two.rms_norm(x).sin(), backend="aot_eager", fullgraph=True)
     x = leaf(4, 16)
@@ -288,7 +288,7 @@ def test_packages_share_operators_which_find_the_package_that_a_call_asks_for(
 
 
 def test_operator_of_a_package_that_is_not_there_says_what_to_do(package: Package) -> None:
-    operator = package.operators.rms_norm.v1
+    operator = package.operators.rms_norm.v2
     for name in (
         "models.norms",
         "models.norms+tiles_in_turn",

@@ -135,7 +135,7 @@ def test_a_compiled_call_is_the_operator(format: str, residual: torch.dtype | No
     (graph,) = graphs
     targets = [node.target for node in graph.graph.nodes]
     assert targets.count(rms_norm_backward_quantized) == 1
-    assert normforge.quantized.operators.rms_norm_backward_quantized.v1 is (
+    assert normforge.quantized.operators.rms_norm_backward_quantized.v2 is (
         rms_norm_backward_quantized
     )
 

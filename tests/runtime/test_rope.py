@@ -52,8 +52,9 @@ def written_out(
     sin: torch.Tensor,
     eps: float = EPS,
     interleaved: bool = False,
+    offset: float = 0.0,
 ) -> torch.Tensor:
-    n = functional.rms_norm(x, x.shape[-1:], weight, eps)
+    n = functional.rms_norm(x, x.shape[-1:], weight + offset, eps)
     n, rest = n[..., : cos.shape[-1]], n[..., cos.shape[-1] :]
     if interleaved:  # torchtitan's complex form
         half = cos.shape[-1] // 2
@@ -73,19 +74,19 @@ REPEATED = [(B, S), (1, S), (S,), (B, 1), (1, 1), (1,), ()]
 @pytest.mark.parametrize("shape", REPEATED)
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("columns", [D, D // 2, 2])
-@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("interleaved", "offset"), [(False, 0.0), (True, 0.0), (False, 1.5)])
 def test_results_and_gradients_are_those_of_the_definition(
-    shape: tuple[int, ...], half: bool, columns: int, interleaved: bool
+    shape: tuple[int, ...], half: bool, columns: int, interleaved: bool, offset: float
 ) -> None:
     given, (cos, sin) = drawn(B, S, 3, D), turns(*shape, columns=columns)
     seen = [one[..., : columns // 2] if half else one for one in (cos, sin)]
 
     def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         rotary_dim = None if columns == D else columns
-        return rms_norm_rope(x, weight, *seen, EPS, rotary_dim, interleaved)
+        return rms_norm_rope(x, weight, *seen, EPS, rotary_dim, interleaved, offset)
 
     def wanted(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return written_out(x, weight, cos, sin, EPS, interleaved)
+        return written_out(x, weight, cos, sin, EPS, interleaved, offset)
 
     torch.testing.assert_close(norm(*given), wanted(*given))
     check(gradients(norm, given), gradients(wanted, given))
@@ -93,8 +94,9 @@ def test_results_and_gradients_are_those_of_the_definition(
 
 @pytest.mark.parametrize("rotary_dim", [None, D // 2])
 @pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("offset", [0.0, -2.5])
 def test_a_packed_projection_is_split_where_it_lies(
-    rotary_dim: int | None, interleaved: bool
+    rotary_dim: int | None, interleaved: bool, offset: float
 ) -> None:
     columns = (HEADS[0] + 2 * HEADS[1]) * D
     torch.manual_seed(0)
@@ -107,10 +109,10 @@ def test_a_packed_projection_is_split_where_it_lies(
     ) -> tuple[torch.Tensor, ...]:
         every = qkv.view(B, S, -1, D)
         q, k, v = every[..., :4, :], every[..., 4:6, :], every[..., 6:, :]
-        rest = (cos, sin, EPS, interleaved)
+        rest = (cos, sin, EPS, interleaved, offset)
         return written_out(q, q_weight, *rest), written_out(k, k_weight, *rest), v
 
-    found = qk_norm_rope(*leaves, cos, sin, HEADS, EPS, rotary_dim, interleaved)
+    found = qk_norm_rope(*leaves, cos, sin, HEADS, EPS, rotary_dim, interleaved, offset)
     exact = wanted(qkv, *weights)
     check(found, exact)
     assert [part.shape[-2:] for part in found] == [(4, D), (2, D), (2, D)]
@@ -151,6 +153,8 @@ def test_no_weight_stands_for_ones() -> None:
     found, wanted = rms_norm_rope(x, None, *of_turns), rms_norm_rope(x, ones, *of_turns)
     assert torch.equal(found, wanted)
     check(torch.autograd.grad(found.sum(), x), torch.autograd.grad(wanted.sum(), x))
+    found = rms_norm_rope(x, None, *of_turns, weight_offset=2.0)
+    assert torch.equal(found, rms_norm_rope(x, ones + 2, *of_turns))
 
 
 def test_it_is_what_the_attention_of_transformers_computes() -> None:
@@ -202,12 +206,12 @@ def test_the_operators_are_what_pytorch_asks_of_one() -> None:
         rows = [torch.rand(3, 2, D, dtype=dtype) for _ in range(2)]
         for half, package in ((D // 4, "*/rope"), (D // 2, "*/rope"), (D // 4, INTERLEAVED)):
             cos, sin = (one[..., :half].unsqueeze(-2).float() for one in turns(3))
-            given = (rows[0], weight, cos, sin, 1e-6, package)
+            given = (rows[0], weight, cos, sin, 1e-6, 1.0, package)
             torch.library.opcheck(rms_norm_rope_forward, given)
             torch.library.opcheck(rms_norm_rope_backward, (rows[1], *given))
     turned = torch.rand(3, D, 2).mT
     torch.library.opcheck(rms_norm_rope_forward, (turned, torch.rand(D), *given[2:]))
-    assert normforge.rope.operators.rms_norm_rope.v1 is rms_norm_rope_forward
+    assert normforge.rope.operators.rms_norm_rope.v2 is rms_norm_rope_forward
 
 
 def packed(dtype: torch.dtype = torch.float32) -> tuple[list[torch.Tensor], Any]:
@@ -228,7 +232,7 @@ def test_the_operators_of_a_projection_are_what_pytorch_asks_of_one() -> None:
     dq, dk, dv = (torch.rand(B, S, heads, D) for heads in (4, 2, 2))
     for given in ((qkv, *weights), (qkv.mT.contiguous().mT, None, None)):
         call = (*(None if one is None else one.detach() for one in given), cos, sin)
-        rest = (*HEADS, EPS, "*/rope")
+        rest = (*HEADS, EPS, 0.5, "*/rope")
         torch.library.opcheck(qk_norm_rope_forward, (*call, *rest))
         torch.library.opcheck(qk_norm_rope_backward, (dq, dk, dv, *call, *rest))
 
@@ -270,6 +274,8 @@ def test_it_says_which_kernel_serves_or_why_none_does(forward: bool) -> None:
         assert found["reason"].startswith(f"nothing like 524288x96:bf16{rotation} was tuned")
     found = explain(524288, 128, "bf16", forward=forward, interleaved=True)
     assert found["how"] == "nearest"
+    found = explain(131072, 256, "bf16", forward=forward, offset=True)
+    assert found["how"] == "tuned" and "_offset_" in found["kernel"]
 
 
 def test_a_package_that_is_named_by_a_path_with_a_plus_has_a_form() -> None:
@@ -302,15 +308,24 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return given
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("interleaved", "offset"), [(False, 0.0), (True, 0.0), (False, 1.5)])
 def test_kernels_serve_both_directions_of_heads_where_they_lie(
-    seen: list[Any], interleaved: bool
+    seen: list[Any], interleaved: bool, offset: float
 ) -> None:
     qkv = torch.randn(B, S, 8 * D, requires_grad=True)
     weights = [torch.rand(D, requires_grad=True) for _ in range(2)]
     cos, sin = turns(1, S, dtype=torch.float32)
-    q, k, _ = qk_norm_rope(qkv, *weights, cos, sin, HEADS, interleaved=interleaved)
+    how: Any = {"interleaved": interleaved, "weight_offset": offset}
+    q, k, _ = qk_norm_rope(qkv, *weights, cos, sin, HEADS, **how)
     (q.sum() + k.sum()).backward()
+    heads = qkv.view(B, S, -1, D)
+    rest = (cos, sin, 1e-6, interleaved, offset)
+    wanted_q = written_out(heads[..., :4, :], weights[0], *rest)
+    wanted_k = written_out(heads[..., 4:6, :], weights[1], *rest)
+    check((q, k), (wanted_q, wanted_k))
+    leaves = [qkv, *weights]
+    exact = torch.autograd.grad(wanted_q.sum() + wanted_k.sum(), leaves)
+    check([leaf.grad for leaf in leaves], list(exact))
     names = [name for name, _ in seen]
     assert names == ["rmsnorm_rope_forward"] * 2 + ["rmsnorm_rope_backward"] * 2
     assert [tensors["interleaved"] for _, tensors in seen] == [interleaved] * 4
@@ -320,6 +335,6 @@ def test_kernels_serve_both_directions_of_heads_where_they_lie(
         assert tensors["sin"].shape == (1, S, 1, D // 2)
     seen.clear()
     with torch.no_grad():
-        again = qk_norm_rope(qkv, *weights, cos, sin, HEADS, interleaved=interleaved)
+        again = qk_norm_rope(qkv, *weights, cos, sin, HEADS, **how)
         assert torch.equal(again[0], q)
     assert [name for name, _ in seen] == names[:2]

@@ -354,9 +354,9 @@ def test_heads_without_a_kernel_are_left_alone_on_a_gpu(
 ) -> None:
     asked = []
 
-    def explain(_: RowServer, *given: Any, rotation: str) -> dict[str, Any]:
-        asked.append((*given[1:], rotation))
-        missing = given[1:] == (16, "fp32", "fp32") or rotation
+    def explain(_: RowServer, *given: Any, rotation: str, offset: bool) -> dict[str, Any]:
+        asked.append((*given[1:], rotation, offset))
+        missing = given[1:] == (16, "fp32", "fp32") or rotation or offset
         return {"kernel": None if missing else "some"}
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -368,9 +368,12 @@ def test_heads_without_a_kernel_are_left_alone_on_a_gpu(
         assert normforge.patch(GatedAttention().bfloat16(), fuse=True) == NAMES[:2]
     assert "no kernel of rms_norm_rope serves heads of 16 columns here" in caplog.text
     assert "serves heads of 16 columns, 4 of them rotated, here" in caplog.text
-    whole = [("fp32", "fp32"), *[("bf16", "bf16")] * 2, *[("bf16", "fp32")] * 2]
-    wanted = [(16, *dtypes, "") for dtypes in whole]
-    assert asked == [*wanted, (16, "bf16", "fp32", "rotary4")]
+    whole = [("fp32", "fp32", ""), *[("bf16", "bf16", "")] * 2]
+    wanted = [(16, *asked_of, False) for asked_of in whole]
+    # What an offset is added to has no kernel here, and the sum of both is asked for.
+    of_gemma = [(16, "bf16", "bf16", "", True), (16, "bf16", "fp32", "", False)] * 2
+    of_part = [(16, "bf16", "bf16", "rotary4", True), (16, "bf16", "fp32", "rotary4", False)]
+    assert asked == [*wanted, *of_gemma, *of_part]
 
 
 def test_other_packages_fuse_nothing(package: Package, caplog: pytest.LogCaptureFixture) -> None:

@@ -143,7 +143,7 @@ def test_norms_are_routed_where_that_pays(
     with caplog.at_level("INFO"):
         calls = graph_of(package.ops, step, norm, inputs(), dynamic)
     assert numbers(caplog) == [decision]
-    operator = "normforge.rms_norm.v1" if norm is written_out else "rms_norm"
+    operator = "normforge.rms_norm.v2" if norm is written_out else "rms_norm"
     assert any(operator in call for call in calls) == decision[0], calls
     assert any("rsqrt" in call for call in calls) != decision[0]
 
@@ -182,7 +182,7 @@ def test_batch_invariant_norms_are_all_routed(tmp_path: Path) -> None:
     """Inductor's bits would depend on the batch."""
     write_package(tmp_path / "package")
     invariant = BatchInvariantPackage(tmp_path / "package")
-    for norm, name in ((pytorchs, "rms_norm"), (written_out, "normforge.rms_norm.v1")):
+    for norm, name in ((pytorchs, "rms_norm"), (written_out, "normforge.rms_norm.v2")):
         calls = graph_of(invariant.ops, gated, norm, inputs())
         assert any(name in call for call in calls)
         assert not any("rsqrt" in call for call in calls)

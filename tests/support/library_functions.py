@@ -168,6 +168,6 @@ class Kernels:
     def is_without_kernels(self, x: torch.Tensor) -> bool:
         return False
 
-    def __call__(self, tensors: Any, **how: Any) -> Any:
+    def __call__(self, tensors: Any, *offset: float, **how: Any) -> Any:
         self._seen.append((self._name, tensors))
-        return self._server(tensors, **how)
+        return self._server(tensors, *offset, **how)
