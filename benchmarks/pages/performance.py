@@ -255,11 +255,11 @@ def what_wins() -> str:
 
 
 def trials() -> str:
-    """Say how many trials there are."""
+    """Say from how many trials the winners were chosen."""
     numbers = [winner.trials for winner in winners().values()]
     return (
-        f"The studies hold {sum(numbers):,} trials, {min(numbers)} to {max(numbers)} for each of"
-        f" {len(numbers)} shapes."
+        f"The winners of {len(numbers)} shapes were chosen from {sum(numbers):,} trials,"
+        f" {min(numbers)} to {max(numbers)} for each."
     )
 
 

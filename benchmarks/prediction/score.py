@@ -23,12 +23,14 @@ NEAR = 1.1
 class Score:
     """The scores of one shape: how well its trials were ranked, among those that may win.
 
-    spearman, near: rank correlation, of all and of those within NEAR of the best; first, of_five:
-    slowdown of the predicted best, and of the best of the first five; strategy, launches: whether
-    the pick agrees with the winner; tied: whether its strategy has a trial within 1 % of the best.
+    trials: how many were found in all; spearman, near: rank correlation, of all and of those within
+    NEAR of the best; first, of_five: slowdown of the predicted best, and of the best of the first
+    five; strategy, launches: whether the pick agrees with the winner; tied: whether its strategy
+    has a trial within 1 % of the best.
     """
 
     shape: str
+    trials: int
     pick: str
     won: str
     spearman: float
@@ -68,6 +70,7 @@ def score(shape: Shape, predicted: list[float], pick: Pick = least) -> Score:
     alike = [p for p in places if shape.trials[p].config["strategy"] == config["strategy"]]
     return Score(
         shape=str(shape.problem),
+        trials=len(shape.trials),
         pick=str(config["strategy"]),
         won=str(shape.won["strategy"]),
         spearman=round(_spearman(places, times, predicted), 3),
