@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import os
 import warnings
@@ -56,8 +57,34 @@ def why_no_gpu() -> str:
     return ""
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what `-m` does not ask for
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def part_of(text: str) -> tuple[int, int]:
+    """Return K and N of the option `--part K/N`. Raises ArgumentTypeError for anything else."""
+    part, slash, parts = text.partition("/")
+    if not (slash and part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
+        raise argparse.ArgumentTypeError(f"expected K/N with K from 1 to N, not {text}")
+    return int(part), int(parts)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    what = "run every Nth test alone, from the Kth of those that would run"
+    parser.addoption("--part", metavar="K/N", type=part_of, default=(1, 1), help=what)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Iterator[None]:
+    mark(items)  # before pytest leaves out what `-m` does not ask for
+    yield
+    part, parts = config.getoption("--part")
+    left = [item for place, item in enumerate(items) if place % parts != part - 1]
+    items[:] = items[part - 1 :: parts]
+    if left:
+        config.hook.pytest_deselected(items=left)
+
+
+def mark(items: list[pytest.Item]) -> None:
+    """Mark as slow what a sample leaves out, and as skipped what needs a GPU that is not here."""
     sampled: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("sampled"):
