@@ -69,7 +69,6 @@ def extent_of(
     share: as matrices, and in `heads` how many rows share a row of them. Raises ValueError as
     `of_groups` does."""
     dense = RowLayout(columns)
-    layouts = {t.name: RowLayout(columns // 2) for t in signature.groups} | dict(layouts)
     strides = (layouts.get(tensor.name, dense).stride for tensor in signature.strided)
     heads = layouts.get(signature.early[0].name, dense).inner
     found = (layouts.get(tensor.name, dense) for tensor in signature.in_heads)
