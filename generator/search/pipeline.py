@@ -71,8 +71,8 @@ class Pipeline:
         self, measure: Callable[[AnyVariant, Compiled], R]
     ) -> Iterator[tuple[Proposal, Compiled, R]]:
         """Yield proposals with their machine code and what `measure` says of it, until there is
-        nothing more to try. The pool and `measure` are called in the caller's thread alone: the
-        processes that they start end with the thread that started them."""
+        nothing more to try. The pool and `measure` are called in the caller's thread alone:
+        evaluators are not made for several threads."""
         while True:
             while len(self) <= self._pool.processes and self._submit(self._propose()):
                 pass
