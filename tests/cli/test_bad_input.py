@@ -16,7 +16,14 @@ import torch
 
 import tune
 from generator.cli import main
+from generator.cli.arguments import device_list
+from generator.cli.main import make_parser
+from generator.cli.tune import _plan
 from generator.paths import GENERATED, REPOSITORY
+from generator.problem import Problem
+from generator.space.load import SPACE_FILE
+from generator.target import find_target
+from generator.tuner.plan import Plan
 from tests.support.entry_points import write_package
 
 RUN = "--gpu gb200 --shapes 4096x1024:bf16 --trials 3"
@@ -381,3 +388,33 @@ def test_an_error_that_no_write_has_is_not_taken_for_one(monkeypatch: pytest.Mon
 def test_bad_shape_for_warmup(tmp_path: Path, shapes: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         write_package(tmp_path).warmup(shapes)
+
+
+def test_a_device_that_is_named_twice_is_one() -> None:
+    assert device_list("3,0,3") == (3, 0)
+
+
+def test_every_option_of_a_run_reaches_its_plan(tmp_path: Path) -> None:
+    """Each is given a value that it has not by itself."""
+    given = f"--gpu h100 --trials +7 --seconds 5 --seed 3 --devices 2,1 --out {tmp_path}"
+    given += " --storage postgresql+psycopg://h/d --fallbacks all --standalone --space"
+    args = make_parser().parse([*given.split(), str(SPACE_FILE)])
+    target, problems = find_target("h100"), [Problem.parse("64x256:bf16")]
+    plan = _plan(args, problems, target, measured=True)
+    by_itself = _plan(make_parser().parse(["--gpu", "h100"]), problems, target, measured=False)
+    assert plan == Plan(
+        target=target,
+        problems=tuple(problems),
+        space_file=SPACE_FILE,
+        out=tmp_path,
+        trials=7,
+        further=True,
+        seconds=5.0,
+        storage="postgresql+psycopg://h/d",
+        seed=3,
+        devices=(2, 1),
+        fallbacks="all",
+        standalone=True,
+    )
+    same = {name for name, value in vars(plan).items() if value == vars(by_itself)[name]}
+    assert same <= {"target", "problems", "had"}, f"the test gives these no value: {same}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from generator.kernels.nvrtc import compile_options
 from generator.kernels.render import render
 from generator.kernels.strategies import STRATEGIES, Strategy, strategy_of
 from generator.kernels.variant import Variant, make_variant
+from generator.paths import TEMPLATES
 from generator.problem import Problem
 from generator.space.expressions import DERIVED
 from generator.target import Target, find_target
@@ -394,6 +396,19 @@ def test_every_rank_has_a_ledger_of_two_words_and_one_for_each_slice_in_whole_li
         launch = plan_launch(spec, M)
         assert launch.counters == cluster * words
         assert launch.zeroed + launch.scratch == launch.participants * 1024
+
+
+def test_the_kernel_and_its_workspace_have_ledgers_of_one_length(target: Target) -> None:
+    """The next rank's ledger must not begin in the list. Runs in the emulator seldom hand over the
+    slice that would show it."""
+    source = (TEMPLATES / "dw" / "last_arrived.cuh").read_text()
+    found = re.search(r"kLedgerWords = (.+);", source)
+    assert found is not None
+    spec = plain_variant("4096x1024:bf16", target, strategy="column_slices").spec(target.sms)
+    for slices in range(1, 130):
+        words = eval(found[1].replace("/", "//"), {"kSlices": slices})
+        columns = slices * spec.slice_columns
+        assert words == replace(spec, partial_columns=columns).ledger_words
 
 
 @pytest.mark.parametrize("name", REDUCTION)

@@ -319,6 +319,8 @@ def test_an_operation_may_write_a_number_of_each_row(tmp_path: Path) -> None:
     found = package.backward(y=y, dy=dy)
     assert found.keys() == {"dx", "size"} and found["size"].shape == (2, 3, 1)
     torch.testing.assert_close(found["size"], y.square().sum(-1, keepdim=True))
+    with pytest.raises(TypeError, match="softmax_backward takes no 'dyy'"):
+        package.backward(y=y, dy=dy, dyy=dy)
 
 
 def served_by(server: RowServer) -> Any:
@@ -334,6 +336,18 @@ def test_columns_that_the_forward_computes_have_the_dtype_of_columns(tmp_path: P
     for text, dtype in (("5x24:bf16", torch.bfloat16), ("5x24:bf16:fp32", torch.float32)):
         problem = Problem.parse(text, name)
         assert known.operation_of(problem).make_inputs(problem, CPU).weight.dtype == dtype
+    operation, wide = library.OPERATIONS[name], torch.rand(24, requires_grad=True)
+    package = OwnPackage.__new__(OwnPackage)
+    package.operation = operation
+    given = [torch.rand(5, 24).bfloat16() for _ in operation.gradients]
+    given = [
+        wide if operation.signature[gradient].role == "sums" else one
+        for one, gradient in zip(given, operation.gradients.values(), strict=True)
+    ]
+    node = package.call(*given).grad_fn
+    assert node is not None
+    saved = dict(zip(node.names, node.saved_tensors, strict=True))  # type: ignore[attr-defined]
+    assert saved["weight"].dtype == torch.float32 and saved["weight"] is not wide
 
 
 @pytest.mark.parametrize("count", [0, 3])

@@ -22,6 +22,7 @@ from generator.kernels.nvrtc import Compiled
 from generator.package.emit import _check_arithmetic, emit_package
 from generator.package.entries import Entry, Forwards
 from generator.package.fallback_kernels import DTYPES
+from generator.package.files import UNVERIFIED
 from generator.problem import Problem
 from generator.space.forward_space import fallback_forwards
 from normforge.serve.forward import Forward
@@ -53,6 +54,18 @@ def package(tmp_path: Path) -> Path:
     folder = tmp_path / "h200" / "rmsnorm_backward"
     emit_package([], [], H200, folder, Forwards((forward,), fallbacks))
     return folder
+
+
+@pytest.mark.parametrize("evidence", ["measured", "predicted"])
+def test_the_source_of_a_forward_says_whether_it_ran(tmp_path: Path, evidence: str) -> None:
+    forward, fallbacks = emitted()
+    emit_package(
+        [], [], H200, tmp_path, Forwards((replace(forward, evidence=evidence),), fallbacks)
+    )
+    sources = {path.stem: path.read_text() for path in (tmp_path / "kernels").iterdir()}
+    said = {name: text.startswith(UNVERIFIED) for name, text in sources.items()}
+    assert said.pop(forward.variant.id) is (evidence == "predicted")
+    assert all(said.values()), "nobody timed the kernels for any rows"
 
 
 def test_package_holds_forward_kernels_that_its_runtime_finds(package: Path) -> None:

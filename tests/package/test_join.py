@@ -12,10 +12,12 @@ from generator.errors import NormforgeError
 from generator.kernels.nvrtc import Compiled
 from generator.package import join
 from generator.package.emit import emit_package
-from generator.package.entries import Entry
+from generator.package.entries import Entry, Forwards
 from generator.package.join import join_package
 from generator.package.sources import source_of
-from normforge.table import TABLE, Table
+from generator.problem import Problem
+from normforge.table import TABLE, ForwardTable, Table
+from tests.support.forward import of_kind
 from tests.support.packages import H200, compiled, entry, put, snapshot
 
 A, B, C = (f"{rows}x1024:bf16" for rows in (4096, 8192, 16384))
@@ -76,6 +78,23 @@ def test_where_there_is_no_package_it_becomes_a_copy(package: Path, tmp_path: Pa
     put(source, dated(A, EARLY), dated(B, EARLY))
     assert join_package(source, package) == (2, ())
     assert snapshot(package) == snapshot(source)
+
+
+def test_forwards_come_also_where_no_backward_does(package: Path, tmp_path: Path) -> None:
+    source = tmp_path / "other" / package.name
+
+    def forward(date: str, us: float) -> Forwards:
+        variant: Any = of_kind(A)
+        facts = {"reason": "test", "us": us, "ratio": 1.1, "date": date}
+        return Forwards(
+            (Entry(Problem.parse(A), variant, compiled(variant), "measured", facts),), ()
+        )
+
+    for folder, *facts in ((package, EARLY, 2.0), (source, LATE, 1.0)):
+        emit_package([dated(A, EARLY)], [], H200, folder, forward(*facts))
+    assert join_package(source, package) == (1, ())
+    assert ForwardTable.load(package).tuned[0].provenance["date"] == LATE
+    assert join_package(source, package) == (0, ())
 
 
 def test_a_kernel_that_is_another_one_today_is_refused(

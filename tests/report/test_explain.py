@@ -185,6 +185,20 @@ def test_a_faster_finalist_is_told_behind_the_recorded_reason(why: Explanation) 
         assert ask(told, "strategy=separate").sentences == (winner.reason,)
 
 
+def test_trials_are_behind_the_winner_also_where_one_was_faster(why: Explanation) -> None:
+    """The finals decide, and the winner of the trials may be another one."""
+    winner = why.study.winner
+    assert winner is not None
+    slower = next(r for r in why.study.ranked if r.config["stages"] == 4 and r.config != why.winner)
+    assert slower is not why.study.ranked[0]
+    asked = replace(why, study=replace(why.study, winner=replace(winner, config=slower.config)))
+    behind = {timed.variant: timed.behind for _, timed in asked.runners_up}
+    fastest = why.study.ranked[0]
+    ratios = [why.study.over_floor(record) for record in (fastest, slower)]
+    assert behind[fastest.variant] == pytest.approx(ratios[0] / ratios[1] - 1)
+    assert behind[fastest.variant] < 0
+
+
 def test_a_winner_whose_trial_was_not_kept(why: Explanation) -> None:
     others = tuple(r for r in why.study.records if r.config != why.winner)
     assert len(others) < len(why.study.records)

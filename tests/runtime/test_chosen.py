@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -279,3 +281,39 @@ def test_pickled_and_exported_models_run_with_the_tables_of_another_gpu(tmp_path
     for script in (LOAD.replace("{imports}", "import normforge"), LOAD_GRAPH):
         loaded = run(script, tmp_path, "h100,h200")  # there is no LayerNorm for the H100
         assert loaded.startswith("NVIDIA H100") and saved.startswith("NVIDIA H200")
+
+
+@pytest.mark.parametrize("order", ["", "FASTEST_FIRST", "PCI_BUS_ID"])
+@pytest.mark.parametrize("names", [["NVIDIA H200"] * 2, ["NVIDIA L40S", "NVIDIA H200"]])
+def test_nvml_is_believed_where_it_counts_gpus_as_cuda_does(
+    monkeypatch: pytest.MonkeyPatch, order: str, names: list[str]
+) -> None:
+    """CUDA has the fastest GPU first, unless it is told to count along the bus as NVML does."""
+    nvml = {
+        "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: None,
+        "nvmlDeviceGetCount": lambda: len(names),
+        "nvmlDeviceGetHandleByIndex": lambda index: index,
+        "nvmlDeviceGetHandleByUUID": lambda uuid: int(uuid[-1]),
+        "nvmlDeviceGetName": lambda handle: names[handle],
+        "nvmlDeviceGetCudaComputeCapability": lambda handle: (9, 0),
+    }
+    monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(**nvml))
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", order)
+    assert packages._first_visible("GPU-1") == Gpu(names[1], (9, 0))
+    if order == "PCI_BUS_ID" or len(set(names)) == 1:
+        assert packages._first_visible("1") == Gpu(names[1], (9, 0))
+    else:
+        with pytest.raises(LookupError, match="the fastest GPU first"):
+            packages._first_visible("1")
+
+
+@pytest.mark.parametrize("folders", [["h20", "h200"], ["h200", "h20"]])
+def test_a_gpu_has_the_package_of_its_whole_name(folders: list[str]) -> None:
+    known = {name: packages.Tuned(Path(name), "sm_90a", name.upper()) for name in folders}
+    told: list[str] = []
+    for name, title in (("h200", "NVIDIA H200"), ("h20", "NVIDIA H20-3e"), ("h20", "H20")):
+        assert packages.choose(known, Gpu(title, (9, 0)), warn=told.append) == name
+    assert told == []
+    assert packages.choose(known, Gpu("NVIDIA GH200", (9, 0)), warn=told.append) == folders[0]
+    assert len(told) == 1

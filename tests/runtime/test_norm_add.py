@@ -18,8 +18,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import normforge
+from generator.paths import GENERATED
 from normforge.api import Package
-from normforge.frontends.norm_add import NormAndAdd
+from normforge.frontends.norm_add import NormAddPackage, NormAndAdd
 from normforge.operations import RMSNORM_ADD_FORWARD
 from normforge.serve.collect import Recorder, collecting
 from tests.support.entry_points import grads, leaf, write_package
@@ -182,6 +183,18 @@ def test_the_forward_alone_gives_what_its_backward_takes(
     check([*again], [y, rstd])
     check([rstd], [served.rmsnorm_forward(x, weight, 1e-6)[1]])
     check([y], [eager(x, weight, r)])
+
+
+@pytest.mark.parametrize("eps", [None, 0.0, 1e-6, 0.5])
+def test_a_package_of_the_forward_alone_takes_any_eps(eps: float | None) -> None:
+    """None is PyTorch's: the eps of fp32. Rows are small, so that each of them shows."""
+    package = NormAddPackage(GENERATED / "h200" / "rmsnorm_add_forward")
+    x, weight, r = (one.detach() for one in drawn(4))
+    x = x * 1e-4
+    y, rstd = package.rmsnorm_forward(x, weight, eps, add=r)
+    number = torch.finfo(FP32).eps if eps is None else eps
+    check([y], [eager(x, weight, r, number)])
+    check([rstd], [(x.square().mean(-1, keepdim=True) + number).rsqrt()])
 
 
 def test_tensors_of_inference_mode_take_part(served: Package, kernels: Kernels) -> None:

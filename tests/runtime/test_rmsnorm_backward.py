@@ -201,6 +201,11 @@ def test_gradient_of_the_backward_is_refused(package: Package) -> None:
         for result in (dx, dw):
             with pytest.raises(RuntimeError, match="differentiate the norm"):
                 result.sum().backward()
+    rows = x.detach()
+    kept = leaf(4, 8, seed=1)
+    dx = package.rmsnorm_backward(rows, rows, rstd, weight.detach(), dresidual=kept)[0]
+    with pytest.raises(RuntimeError, match="differentiate the norm"):
+        dx.sum().backward()
     nothing = package.rmsnorm_backward(dy, x, rstd, weight, need_dx=False, dw_out=main_grad)
     assert nothing[0] is None and nothing[1] is main_grad and not main_grad.requires_grad
 

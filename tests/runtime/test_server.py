@@ -254,3 +254,19 @@ def test_a_second_derivative_is_not_the_quick_calls(
     assert server._quick(*given) is (results if served else None)
     with torch.no_grad():
         assert server._quick(*given) is results
+
+
+@pytest.mark.filterwarnings("ignore:nothing like it was tuned")
+@pytest.mark.parametrize("routed", [True, False])
+def test_what_is_left_to_pytorch_under_install_is_served_when_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, routed: bool
+) -> None:
+    """Calls of one signature are kept apart, in either order."""
+    monkeypatch.setattr(Server, "_find", lambda *_: "nothing like it was tuned")
+    monkeypatch.setattr(Server, "_has_aten", False, raising=False)
+    server = Server(lambda _: pytest.fail("no kernel is looked for"))
+    server._calls._device = ""  # on the CPU, too
+    given = Arguments(*tensors(6))
+    for way in (routed, not routed) * 2:
+        results: Any = server._run(given, PLAIN, routed=way)
+        assert results is None if way else results[0].shape == given.x.shape

@@ -66,7 +66,7 @@ def test_the_next_trial_is_chosen_while_one_is_measured() -> None:
 
 
 def test_processes_start_in_the_callers_thread_alone() -> None:
-    """What evaluates need not be safe to use from several threads."""
+    """Evaluators need not be safe to use from several threads."""
     queue, pool, measured_in = proposals(5), ThreadPool(), set()
     chosen_in = set()
 

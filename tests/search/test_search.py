@@ -30,6 +30,7 @@ from tests.support.synthetic import (
     LEGAL,
     PROBLEM,
     SPACE,
+    STATIC_SMEM,
     TARGET,
     FakeEvaluator,
     FakePool,
@@ -149,7 +150,8 @@ def test_a_trial_carries_what_a_reader_of_the_study_needs(storage: BaseStorage) 
             assert attributes["cubin"] == ""
         else:
             assert attributes["registers"] > 0
-            assert attributes["smem"] > 0
+            variant = make_variant(trial.params, PROBLEM)
+            assert attributes["smem"] == variant.smem_bytes + STATIC_SMEM
             assert attributes["cubin"]
     assert optuna.load_study(study_name=NAME, storage=storage).metric_names == [METRIC]
 

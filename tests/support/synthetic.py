@@ -44,6 +44,8 @@ DW_COST = {
 }
 """Made-up costs by `Strategy.way`."""
 BULK_COST = 0.1
+STATIC_SMEM = 96
+"""Bytes of shared memory that a kernel has beside what its launch asks for."""
 
 
 def digest(*values: object) -> str:
@@ -106,7 +108,7 @@ class FakePool:
         seen = [pair for pair in variant.source_config.items() if pair[0] not in self.unseen]
         cubin = digest(self.version, sorted(seen), variant.N).encode()
         spills = 8 if self.spilling(variant.config) else 0
-        kernels = {MAIN_KERNEL: Resources(registers(variant), spills, 0, 0)}
+        kernels = {MAIN_KERNEL: Resources(registers(variant), spills, 0, STATIC_SMEM)}
         return Compiled(TARGET.arch, "", cubin, kernels, "0.0", False, "")
 
 

@@ -354,8 +354,11 @@ def test_second_run_on_a_folder_is_refused_and_told_who_has_it(
             pass
         with exclusive_run(tmp_path):
             pass
-    with exclusive_run(tmp_path, shared=True), exclusive_run(tmp_path, shared=True):
-        pass
+    with exclusive_run(tmp_path, shared=True):
+        with exclusive_run(tmp_path, shared=True):
+            pass
+        with pytest.raises(NormforgeError, match="another run writes"), exclusive_run(tmp_path):
+            pass  # one of the two goes on
     assert list(tmp_path.iterdir()) == []
 
 

@@ -87,6 +87,20 @@ def test_nothing_is_written_after_ctrl_c_while_kernels_are_compiled(
         emission.emit(plan, [], nothing, nothing, Quiet(), stop)
 
 
+@pytest.mark.parametrize(("fallbacks", "kept"), [("all", False), ("common", True), ("none", True)])
+def test_fallback_kernels_of_before_stay_unless_all_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fallbacks: str, kept: bool
+) -> None:
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(emission, "usable_forwards", lambda *_: ())
+    monkeypatch.setattr(emission, "compile_fallbacks", lambda *_: ())
+    monkeypatch.setattr(emission, "emit_package", lambda *_, **options: asked.update(options))
+    nothing: Any = None
+    plan = make_plan(tmp_path, 1, Plan, fallbacks=fallbacks)
+    emission.emit(plan, [], nothing, nothing, Quiet(), Stop())
+    assert asked["keep_fallbacks"] is kept
+
+
 def test_package_of_batch_invariant_kernels_has_the_forwards_of_vllms_arithmetic(
     tmp_path: Path,
 ) -> None:
