@@ -113,10 +113,10 @@ def steps(base: list[float]) -> dict[str, Any]:
     }
 
 
-def trained(folder: Path) -> None:
+def trained(folder: Path, *more: dict[str, Any]) -> None:
     """Two processes with three pairs each: 1, 1.01 and 1.02, whose median is 1.01, and 1.04, 1.05
-    and 1.1, whose median is 1.05."""
-    found = [steps([100.0, 101.0, 102.0]), steps([104.0, 105.0, 110.0])]
+    and 1.1, whose median is 1.05. more: further processes."""
+    found = [steps([100.0, 101.0, 102.0]), steps([104.0, 105.0, 110.0]), *more]
     models, modes = ("qwen3_2b", "llama3_8b"), ("eager", "blocks", "whole")
     names = [f"{model},4096,{mode}" for model in models for mode in modes]
     environment = {"gpu": "GPU", "tokens": 16384}
@@ -143,6 +143,8 @@ def test_a_gain_has_the_larger_half_of_its_interval(folder: Path) -> None:
     assert "norms take 5 % of a step" in told and "over 2 processes" in told
     said = " ".join(training.training_bits().split())
     assert "in all 12 combinations" in said and "except rms_norm in qwen3_2b,4096,eager" in said
+    trained(folder, steps([101.0, 102.0, 103.0]))
+    assert training.gain("qwen3_2b,4096,eager") == "2.0 % (± 3.0)"
 
 
 def under(evict_last: float, default: float, floor_us: float, **more: float) -> dict[str, Any]:

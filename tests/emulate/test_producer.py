@@ -11,7 +11,7 @@ import torch
 
 from generator.emulate import find_compiler
 from generator.emulate.check import check_source, check_variant, small_launch
-from generator.emulate.run import Schedule, run_schedules
+from generator.emulate.run import Layout, Schedule, run_schedules
 from generator.errors import NormforgeError
 from generator.kernels.render import render
 from generator.kernels.variant import Variant, make_variant
@@ -50,8 +50,12 @@ def drawn(shape: str, count: int) -> list[Variant]:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_random_kernels_are_right_under_every_schedule(shape: str) -> None:
-    for variant in drawn(shape, 3):
-        check = check_variant(variant, Problem.parse(shape), schedules=4)
+    """Rows of the last one lie apart, those of every tensor by another stride."""
+    problem = Problem.parse(shape)
+    vector = 16 // problem.itemsize
+    apart = Layout((vector, 3 * vector, 2 * vector, 5 * vector, 4 * vector))
+    for variant, layout in zip(drawn(shape, 3), (Layout(), Layout(), apart), strict=True):
+        check = check_variant(variant, problem, schedules=4, layout=layout)
         assert check.passed, (variant, check.problems)
 
 
