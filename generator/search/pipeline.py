@@ -1,7 +1,7 @@
-"""The trials under way: chosen by one thread, compiled by the pool and measured by another thread.
+"""The trials under way: the next one is chosen while one is measured and others are compiled.
 
-A trial takes a GPU some ten milliseconds, and choosing one takes the surrogate hundreds. So the
-next trial is chosen while one is measured; the order of the results stays that of the proposals.
+Choosing a trial takes the surrogate longer than measuring it takes a GPU. The order of the results
+stays that of the proposals.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TypeVar
 
 import optuna
@@ -31,24 +30,17 @@ class Proposal:
     variant: AnyVariant
 
 
-@dataclass(frozen=True)
-class _Pending:
-    """A proposal whose variant is being compiled."""
-
-    proposal: Proposal
-    compiled: Future[Compiled]
-
-
 class Pipeline:
     """Proposals that wait for their results; a context manager that cancels those left at its end.
 
-    `propose` answers None when there is nothing more to try. It runs in a thread of its own, but
-    never while the caller of `results` keeps a result: what it reads does not change under it.
+    `propose` answers None when there is nothing more to try. It runs in a second thread while
+    `measure` does, but never while the caller of `results` keeps a result: what it reads does not
+    change under it.
     """
 
     def __init__(self, pool: Pool, propose: Callable[[], Proposal | None]) -> None:
         self._pool, self._propose = pool, propose
-        self._pending: deque[_Pending] = deque()
+        self._pending: deque[tuple[Proposal, Future[Compiled]]] = deque()
         self._beside = ThreadPoolExecutor(1, "proposals")
 
     def __len__(self) -> int:
@@ -57,14 +49,9 @@ class Pipeline:
     def __enter__(self) -> Pipeline:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         while self._pending:
-            self._pending.pop().compiled.cancel()
+            self._pending.pop()[1].cancel()
         self._beside.shutdown(cancel_futures=True)
 
     def results(
@@ -79,15 +66,15 @@ class Pipeline:
             if not self._pending:
                 return
             following = self._beside.submit(self._propose)
-            first = self._pending[0]  # stays there, and counts, until it is measured
-            compiled = self._pool.result(first.proposal.variant, first.compiled)
-            result = measure(first.proposal.variant, compiled)
+            first, future = self._pending[0]  # stays there, and counts, until it is measured
+            compiled = self._pool.result(first.variant, future)
+            result = measure(first.variant, compiled)
             self._submit(following.result())
             self._pending.popleft()
-            yield first.proposal, compiled, result
+            yield first, compiled, result
 
     def _submit(self, proposal: Proposal | None) -> bool:
         """Have a proposal compiled; False where there is none."""
         if proposal is not None:
-            self._pending.append(_Pending(proposal, self._pool.submit(proposal.variant)))
+            self._pending.append((proposal, self._pool.submit(proposal.variant)))
         return proposal is not None

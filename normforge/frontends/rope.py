@@ -171,7 +171,7 @@ class RotatedFunctions(RowFunctions):
         if server.is_without_kernels(x):
             server.count_call(x, tensors, offset)
             with torch.no_grad():
-                return formula(*(*given, self.interleaved))
+                return formula(x, weight, cos, sin, eps, offset, self.interleaved)
         return server(tensors, offset)["y"]
 
     def backward(self, *given: Any, into: torch.Tensor | None = None) -> Gradients:
@@ -186,7 +186,8 @@ class RotatedFunctions(RowFunctions):
             served = False
         if not served:
             with torch.no_grad():
-                dx, dw = gradients_by_formula(*(*given, self.interleaved))
+                rest = (cos, sin, eps, offset, self.interleaved)
+                dx, dw = gradients_by_formula(dy, x, weight, *rest)
                 return dx if into is None else into.copy_(dx), dw
         found = server(tensors, offset, into={} if into is None else {"dx": into})
         return found["dx"], None if weight is None else found["dw"]

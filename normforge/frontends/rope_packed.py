@@ -119,9 +119,8 @@ class PackedNode(torch.autograd.Function):
 
 def packed_norms(*given: Any) -> Packed:
     """Return q, k and v as a package serves them, of a projection, the weights of queries and of
-    keys, cos and sin of shape (..., 1, R / 2), the numbers of heads, eps, what is added
-    to the weights, and the package's name;
-    by PyTorch's operators where it does not."""
+    keys, cos and sin of shape (..., 1, R / 2), the numbers of heads, eps, what is added to the
+    weights, and the package's name; by PyTorch's operators where it does not."""
     if not is_ours(*given[:5]):
         return _by_formula(*given)
     if not torch.is_grad_enabled():

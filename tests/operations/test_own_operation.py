@@ -339,10 +339,9 @@ def test_columns_that_the_forward_computes_have_the_dtype_of_columns(tmp_path: P
     operation, wide = library.OPERATIONS[name], torch.rand(24, requires_grad=True)
     package = OwnPackage.__new__(OwnPackage)
     package.operation = operation
-    given = [torch.rand(5, 24).bfloat16() for _ in operation.gradients]
     given = [
-        wide if operation.signature[gradient].role == "sums" else one
-        for one, gradient in zip(given, operation.gradients.values(), strict=True)
+        wide if operation.signature[gradient].role == "sums" else torch.rand(5, 24).bfloat16()
+        for gradient in operation.gradients.values()
     ]
     node = package.call(*given).grad_fn
     assert node is not None

@@ -133,7 +133,8 @@ def test_a_trial_carries_what_a_reader_of_the_study_needs(storage: BaseStorage) 
     assert {"ok", "nondeterministic", "compile_error", "resource"} <= outcomes
     for trial in trials:
         attributes = trial.user_attrs
-        assert attributes["code"] == pool.code(make_variant(trial.params, PROBLEM))
+        variant = make_variant(trial.params, PROBLEM)
+        assert attributes["code"] == pool.code(variant)
         result = Result.from_json(attributes["result"])
         feasible = attributes["outcome"] == "ok"
         assert attributes["feasible"] is feasible
@@ -150,7 +151,6 @@ def test_a_trial_carries_what_a_reader_of_the_study_needs(storage: BaseStorage) 
             assert attributes["cubin"] == ""
         else:
             assert attributes["registers"] > 0
-            variant = make_variant(trial.params, PROBLEM)
             assert attributes["smem"] == variant.smem_bytes + STATIC_SMEM
             assert attributes["cubin"]
     assert optuna.load_study(study_name=NAME, storage=storage).metric_names == [METRIC]
