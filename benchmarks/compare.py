@@ -37,7 +37,7 @@ from benchmarks.report import missing_sentence
 from benchmarks.results import Results
 from generator.errors import NormforgeError
 from generator.evaluate.gpu.rotation import FLUSH
-from generator.problem import load_problems
+from generator.shape_lists import load_problems
 
 TUNED = (
     "4096x256:bf16,4096x1024:bf16,16384x1024:bf16,65536x3072:bf16,4096x4096:bf16,"

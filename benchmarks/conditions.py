@@ -35,7 +35,7 @@ from generator.evaluate.gpu.session import FINAL_ROUNDS, SEARCH_ROUNDS, Session
 from generator.evaluate.gpu.timer import Timer
 from generator.kernels.geometry import Config
 from generator.paths import results_of
-from generator.problem import load_problems
+from generator.shape_lists import load_problems
 from generator.studies.reader import Study
 from generator.target import Target
 

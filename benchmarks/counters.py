@@ -23,7 +23,8 @@ from benchmarks.gpu import this_machine
 from benchmarks.results import json_text, write_json
 from generator.errors import NormforgeError
 from generator.paths import REPOSITORY
-from generator.problem import Problem, load_problems
+from generator.problem import Problem
+from generator.shape_lists import load_problems
 
 METRICS = {
     "us": ("gpu__time_duration.sum", 1e-3),

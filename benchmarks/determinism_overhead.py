@@ -36,8 +36,9 @@ from generator.kernels.compile_pool import CompilePool
 from generator.kernels.geometry import Config
 from generator.kernels.strategies import REDUCTION_KNOBS, is_deterministic, strategy_of
 from generator.paths import GENERATED
-from generator.problem import Problem, load_problems
+from generator.problem import Problem
 from generator.search.finals import compile_configs
+from generator.shape_lists import load_problems
 from generator.space.legal_configs import LegalConfigs
 from generator.space.load import load_space
 from generator.studies.reader import Study

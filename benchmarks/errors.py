@@ -44,7 +44,8 @@ from generator.operations.operation import TORCH_DTYPE
 from generator.operations.rmsnorm_backward import Inputs, make_reference
 from generator.package.fallback_kernels import DTYPES
 from generator.package.sources import variant_of
-from generator.problem import Problem, load_problems
+from generator.problem import Problem
+from generator.shape_lists import load_problems
 from normforge.launch.kernel_arguments import DW_IN_FP32, DW_IN_WEIGHT_DTYPE
 from normforge.spec import KernelSpec, Launch, plan_launch
 from normforge.table import Table

@@ -37,7 +37,8 @@ from generator.kernels.geometry import Config
 from generator.operations.rmsnorm_backward import Inputs
 from generator.package.known_winners import known_winners
 from generator.paths import GENERATED
-from generator.problem import Problem, load_problems
+from generator.problem import Problem
+from generator.shape_lists import load_problems
 from generator.target import Target
 
 PACKAGE = GENERATED / "h200" / "rmsnorm_backward"

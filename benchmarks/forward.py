@@ -45,9 +45,10 @@ from generator.operations.rmsnorm_forward import EPS, ForwardInputs, make_inputs
 from generator.package.emit import emit_package, read_forward_table
 from generator.package.entries import Entry, Forwards
 from generator.package.fallback_kernels import DTYPES
-from generator.problem import RMSNORM_BACKWARD, RMSNORM_FORWARD, Problem, load_problems
+from generator.problem import RMSNORM_BACKWARD, RMSNORM_FORWARD, Problem
 from generator.search.budget import FORWARD_TRIALS, Budget
 from generator.search.search import search_problem
+from generator.shape_lists import load_problems
 from generator.space.forward_space import fallback_forwards
 from generator.space.legal_configs import LegalConfigs
 from generator.space.load import load_space, space_file

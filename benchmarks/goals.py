@@ -8,7 +8,8 @@ from math import exp, inf, log
 
 from benchmarks.results import Row, problem_of
 from generator.operations import RMSNORM_BACKWARD
-from generator.problem import Problem, load_problems
+from generator.problem import Problem
+from generator.shape_lists import load_problems
 
 LARGE_BYTES = 400e6
 MEAN_LIMITS = {RMSNORM_BACKWARD.name: 1.12, "layernorm_backward": 1.08}

@@ -32,7 +32,8 @@ from generator.kernels.geometry import Config
 from generator.kernels.resource_gate import refuse
 from generator.kernels.variant import Variant, make_variant
 from generator.paths import GENERATED
-from generator.problem import Problem, load_problems
+from generator.problem import Problem
+from generator.shape_lists import load_problems
 from generator.space.load import load_space
 from generator.space.space import Space
 from generator.studies.reader import Study, read_studies

@@ -39,7 +39,8 @@ from generator.evaluate.verify.accuracy import compare_all
 from generator.evaluate.verify.determinism import equal_bits
 from generator.operations import operation_of
 from generator.package.entries import problem_of
-from generator.problem import Problem, load_problems
+from generator.problem import Problem
+from generator.shape_lists import load_problems
 from normforge.operations import OPERATIONS
 from normforge.table import TABLE, Table
 

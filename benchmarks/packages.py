@@ -36,7 +36,8 @@ from generator.evaluate.gpu.protocol import Candidate
 from generator.evaluate.gpu.rotation import CONDITIONS
 from generator.evaluate.gpu.session import Session
 from generator.evaluate.gpu.timer import Timer
-from generator.problem import Problem, load_problems
+from generator.problem import Problem
+from generator.shape_lists import load_problems
 from normforge.operations import signature_of
 from normforge.table import Kernel, Table
 

@@ -41,11 +41,12 @@ from generator.kernels.geometry import Config
 from generator.kernels.resource_gate import identity
 from generator.kernels.strategies import launches
 from generator.paths import GENERATED
-from generator.problem import Problem, load_problems
+from generator.problem import Problem
 from generator.search.budget import Budget
 from generator.search.choose_winner import choose
 from generator.search.finals import Final, compile_configs, hold_finals
 from generator.search.search import search_problem
+from generator.shape_lists import load_problems
 from generator.space.legal_configs import LegalConfigs
 from generator.space.load import load_space
 from generator.studies.reader import Study, read_studies

@@ -24,7 +24,7 @@ from benchmarks.command import exit_code
 from benchmarks.merge import merged
 from benchmarks.results import write_json
 from generator.errors import NormforgeError
-from generator.problem import load_problems
+from generator.shape_lists import load_problems
 
 FOLDER = Path(__file__).parent
 

@@ -28,9 +28,10 @@ from benchmarks.results import machine, write_json
 from generator.errors import NormforgeError, ProblemError
 from generator.evaluate.gpu.session import Session
 from generator.kernels.compile_pool import CompilePool
-from generator.problem import Problem, load_problems
+from generator.problem import Problem
 from generator.search.budget import Budget
 from generator.search.search import search_problem
+from generator.shape_lists import load_problems
 from generator.space.legal_configs import LegalConfigs
 from generator.space.load import load_space
 from generator.studies.records import Winner

@@ -4,25 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cache
-from itertools import product
-from pathlib import Path
-from typing import Any
 
-from generator.collected import collected_shapes
-from generator.disk import read_yaml
 from generator.errors import NormforgeError
-from generator.paths import SEARCH_SPACES
-from normforge.collected import KEY
 from normforge.operations import OPERATIONS, Signature, signature_of
-from normforge.shape_names import is_interleaved, rotated_columns, shape_name
+from normforge.shape_names import is_interleaved, is_joined, rotated_columns, shape_name
 from normforge.table import ITEMSIZE
 
 MAX_COLUMNS = 1 << 20
-SHAPES_FOLDER = SEARCH_SPACES / "shapes"
-
-
 RMSNORM_BACKWARD = "rmsnorm_backward"
 RMSNORM_FORWARD = "rmsnorm_forward"
 FORWARDS = {
@@ -63,8 +52,14 @@ _PROBLEM = re.compile(
 _LONG_NAMES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32"}
 _MOST_DIGITS = 12
 """Digits of the largest M and N: more than any GPU holds."""
-_OPTION = re.compile(rf"offset|residual(_.+)?|rotary(?!0.)[0-9]{{1,{_MOST_DIGITS}}}|interleaved")
-_FORM = "MxN:dtype[:weight dtype][+offset][+residual[_dtype]][+rotary<columns>][+interleaved]"
+_OPTION = re.compile(
+    rf"offset|residual(_.+)?|(rotary|joined)(?!0.)[0-9]{{1,{_MOST_DIGITS}}}|interleaved"
+)
+_FORM = (
+    "MxN:dtype[:weight dtype][+offset][+residual[_dtype]][+rotary<columns>][+joined<columns>]"
+    "[+interleaved]"
+)
+_ROTATION = ("rotary", "joined", "interleaved")
 
 
 class ItemSizes:
@@ -111,6 +106,11 @@ class ItemSizes:
     def interleaved(self) -> bool:
         """True where neighbouring columns are pairs, and not those of two halves."""
         return is_interleaved(self.rotation)
+
+    @property
+    def joined(self) -> bool:
+        """True where a row is several heads, each of which is rotated."""
+        return is_joined(self.rotation)
 
 
 @dataclass(frozen=True, order=True)
@@ -175,6 +175,11 @@ class Problem(ItemSizes):
             raise NormforgeError(
                 f"shape {self}: +rotary has the number of rotated columns, an even number below N"
             )
+        if self.joined and (self.rotated not in range(2, self.N, 2) or self.N % self.rotated):
+            raise NormforgeError(
+                f"shape {self}: +joined has the columns of a head, an even number below N of which "
+                "N is a multiple"
+            )
 
     def __str__(self) -> str:
         shape = (self.M, self.N, self.dtype, self.weight_dtype)
@@ -217,84 +222,10 @@ class Problem(ItemSizes):
             )
         shape = (int(match["M"]), int(match["N"]), dtype, match["weight"] or dtype)
         residual = options["residual"][len("residual_") :] or dtype if "residual" in options else ""
-        rotation = "+".join(options[name] for name in ("rotary", "interleaved") if name in options)
+        if "rotary" in options and "joined" in options:
+            raise NormforgeError(
+                f"shape '{text.strip()}': of joined heads all columns are rotated; leave out "
+                f"+{options['rotary']}"
+            )
+        rotation = "+".join(options[name] for name in _ROTATION if name in options)
         return cls(*shape, "offset" in options, residual, match["operation"] or operation, rotation)
-
-
-def load_problems(shapes: str, operation: str = RMSNORM_BACKWARD) -> list[Problem]:
-    """The problems named by `--shapes`: comma-separated entries, each either the name of a file in
-    search_spaces/shapes/, the path of such a file, or one `MxN:dtype[:weight dtype][options]`.
-    They are of one operation.
-
-    Order is kept, but for files that a program has recorded, whose problems come in the order of
-    the time that they took. Repeated problems appear once.
-    """
-    problems: dict[Problem, None] = {}
-    for entry in shapes.split(","):
-        entry = entry.strip()
-        if not entry:
-            continue
-        lists = {path.stem: path for path in sorted(SHAPES_FOLDER.glob("*.yaml"))}
-        if entry in lists:
-            found = _load_file(lists[entry], operation)
-        elif entry.endswith((".yaml", ".yml")):
-            found = _load_file(Path(entry), operation)
-        elif re.fullmatch(r"(?!\d+x\d+$)[\w-]+", entry):
-            near = get_close_matches(entry.lower(), lists, n=1)
-            hint = f"did you mean '{near[0]}'? " if near else ""
-            raise NormforgeError(
-                f"unknown shape list '{entry}': {hint}known lists are {', '.join(lists)}; "
-                "a single shape is written MxN:dtype, for example 4096x1024:bf16"
-            )
-        else:
-            found = [Problem.parse(entry, operation)]
-        for problem in found:
-            if problem.operation != operation:
-                raise NormforgeError(f"shape {problem} in a run of {operation}: choose with --op")
-        problems.update(dict.fromkeys(found))
-    if not problems:
-        raise NormforgeError(f"--shapes '{shapes}' names no shape")
-    return list(problems)
-
-
-def _load_file(path: Path, operation: str) -> list[Problem]:
-    content = read_yaml(path, "the shape file ")
-    if isinstance(content, dict) and KEY in content:
-        texts = collected_shapes(path, content, operation)
-    else:
-        texts = _listed_shapes(path, content)
-    try:
-        return [Problem.parse(text, operation) for text in texts]
-    except NormforgeError as error:
-        raise NormforgeError(f"{path}: {error}") from error
-
-
-def _listed_shapes(path: Path, content: Any) -> list[str]:
-    if isinstance(content, dict) and (other := sorted(map(str, content.keys() - {"shapes"}))):
-        raise NormforgeError(f"{path}: unknown key '{other[0]}': expected 'shapes' and no other")
-    blocks = content.get("shapes") if isinstance(content, dict) else None
-    if not isinstance(blocks, list) or not blocks:
-        raise NormforgeError(f"{path}: expected a list under 'shapes'")
-    texts: list[str] = []
-    for block in blocks:
-        if isinstance(block, str):
-            texts.append(block)
-            continue
-        known = {"M", "N", "dtype", "weight_dtype", "options"}
-        if not isinstance(block, dict) or set(block) - known:
-            raise NormforgeError(
-                f"{path}: a block has lists M, N, dtype and optionally weight_dtype and options, "
-                f"got {block!r}"
-            )
-        weights = block.get("weight_dtype", [None])
-        options = block.get("options", [""])
-        lists = [block.get("dtype"), weights, options, block.get("N"), block.get("M")]
-        if not all(isinstance(values, list) and values for values in lists):
-            raise NormforgeError(
-                f"{path}: a block needs the lists M, N and dtype with a value each, got {block!r}"
-            )
-        texts += [
-            f"{M}x{N}:{dtype}" + (f":{weight}" if weight else "") + str(option or "")
-            for dtype, weight, option, N, M in product(*lists)
-        ]
-    return texts

@@ -35,7 +35,7 @@ _OPERATION = re.compile(r"  ([a-z]\w*):")
 _CALLS = re.compile(r"    (\d+x\d+:[\w:+]*\w): (\d+)")
 _SHAPE = re.compile(
     r"(\d+)x(\d+):([a-z]+\d+)(?::\w+)?(?:\+offset)?(?:\+residual(?:_(\w+))?)?"
-    r"(?:\+rotary\d+)?(?:\+interleaved)?"
+    r"(?:\+(?:rotary|joined)\d+)?(?:\+interleaved)?"
 )
 
 

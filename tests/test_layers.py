@@ -19,7 +19,7 @@ GENERATOR = REPOSITORY / "generator"
 LAYERS = (
     *(
         "errors paths disk processes text_table",
-        "problem target result own_files collected",
+        "problem shape_lists target result own_files collected",
         "operations",
     ),
     *("kernels", "space", "evaluate", "studies", "package", "emulate", "search", "tuner"),

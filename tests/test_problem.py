@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from generator.errors import NormforgeError
 from generator.operations import operation_of
-from generator.problem import ITEMSIZE, MAX_COLUMNS, SHAPES_FOLDER, Problem, load_problems
+from generator.problem import ITEMSIZE, MAX_COLUMNS, Problem
+from generator.shape_lists import SHAPES_FOLDER, load_problems
 from normforge.collected import moved_bytes
 from normforge.operations import OPERATIONS
 
@@ -75,6 +76,11 @@ def test_columns_that_are_rotated_are_all_unless_said() -> None:
     both = Problem.parse("rmsnorm_rope_forward:8x256:bf16+interleaved+rotary64")
     assert (both.rotated, both.interleaved, problem.interleaved) == (64, True, False)
     assert str(both) == "rmsnorm_rope_forward:8x256:bf16+rotary64+interleaved"
+    heads = Problem.parse("rmsnorm_rope_forward:8x256:bf16+interleaved+joined64")
+    assert (heads.rotated, heads.joined, heads.interleaved) == (64, True, True)
+    assert not both.joined
+    assert str(heads) == "rmsnorm_rope_forward:8x256:bf16+joined64+interleaved"
+    assert Problem.parse(str(heads)) == heads
     assert moved_bytes(both.operation, str(both).partition(":")[2]) == 2 * 8 * 256 * 2
 
 
@@ -120,6 +126,12 @@ def test_columns_that_are_rotated_are_all_unless_said() -> None:
         ("rmsnorm_rope_forward:8x64:bf16+rotary\uff13\uff12", "unknown option"),
         ("rmsnorm_rope_forward:8x64:bf16+rotary64", "an even number below N"),
         ("rmsnorm_rope_forward:8x64:bf16+rotary32+rotary16", "has the option +rotary twice"),
+        ("rmsnorm_rope_forward:8x64:bf16+joined64", "an even number below N of which N is a"),
+        ("rmsnorm_rope_forward:8x64:bf16+joined24", "an even number below N of which N is a"),
+        ("rmsnorm_rope_forward:8x63:bf16+joined21", "an even number below N of which N is a"),
+        ("rmsnorm_rope_forward:8x64:bf16+joined0", "an even number below N of which N is a"),
+        ("rmsnorm_rope_forward:8x64:bf16+joined32+rotary16", "leave out +rotary16"),
+        ("4096x256:bf16+joined64", "rmsnorm_backward has no option +joined64; leave it out"),
         ("", "names no shape"),
         (" , ,", "names no shape"),
     ],

@@ -16,7 +16,8 @@ from benchmarks.results import problem_of
 from generator.kernels.strategies import launches
 from generator.package.known_winners import known_winners
 from generator.paths import GENERATED
-from generator.problem import Problem, load_problems
+from generator.problem import Problem
+from generator.shape_lists import load_problems
 from generator.studies.records import Winner
 
 SMALL = 2**22

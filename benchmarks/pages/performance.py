@@ -15,7 +15,8 @@ from benchmarks.pages.method import tuned_ratios
 from benchmarks.pages.note_facts import winners
 from benchmarks.pages.text import generated, read, table
 from generator.paths import GENERATED
-from generator.problem import Problem, load_problems
+from generator.problem import Problem
+from generator.shape_lists import load_problems
 
 FLUSHED_LIMIT = 1.08
 """The limit of the ratio to the floor in the mean, with other ways of making the L2 cold."""

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 SHAPE = (
-    "MxN:dtype[:weight dtype], with any of +offset, +residual (or +residual_fp32), +rotary64 and "
-    "+interleaved behind it"
+    "MxN:dtype[:weight dtype], with any of +offset, +residual (or +residual_fp32), +rotary64, "
+    "+joined128 and +interleaved behind it"
 )
 """The form of a shape, for the help of options."""
 

@@ -18,7 +18,8 @@ from generator.cli.arguments import (
 )
 from generator.errors import NormforgeError
 from generator.paths import results_of
-from generator.problem import Problem, load_problems
+from generator.problem import Problem
+from generator.shape_lists import load_problems
 from generator.target import find_target
 
 if TYPE_CHECKING:

@@ -45,8 +45,8 @@ from generator.cli.arguments import (
 from generator.errors import NormforgeError
 from generator.package.fallback_kernels import FALLBACKS
 from generator.paths import program_version
-from generator.problem import load_problems
 from generator.search.budget import TRIALS
+from generator.shape_lists import load_problems
 from generator.space.load import load_space, space_file
 from generator.target import find_target
 

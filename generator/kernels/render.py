@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
 
 import jinja2
 
 from generator.kernels.forward import TILE_FORMS, ForwardVariant
+from generator.kernels.row_expressions import PLAIN, Form, expressions
 from generator.kernels.variant import Variant
 from generator.own_files import template_of
 from generator.paths import TEMPLATES, template_named
@@ -58,22 +58,12 @@ def headers() -> dict[str, str]:
 
 
 @cache
-def _fragment(
-    name: str,
-    comments: bool,
-    signature: Signature,
-    producer: bool = False,
-    shifted: bool = False,
-    rotary: int = 0,
-    interleaved: bool = False,
-) -> str:
-    """A fragment by name: the file, or what its template is for a signature, with a producer warp,
-    rows that are no whole vectors, a part of the columns rotated, and neighbours as pairs."""
+def _fragment(name: str, comments: bool, signature: Signature, form: Form = PLAIN) -> str:
+    """A fragment by name: the file, or what its template is for a signature and a form."""
     if not template_named(f"{name}.j2").exists():
         return _file(name, comments)
     template = environment(comments).get_template(f"{name}.j2")
-    of = {"producer": producer, "shifted": shifted, "rotary": rotary, "interleaved": interleaved}
-    return template.render(signature=signature, **of)
+    return template.render(signature=signature, **form._asdict())
 
 
 @cache
@@ -93,17 +83,17 @@ def environment(comments: bool = True) -> jinja2.Environment:
 
 
 def source_of(
-    comments: bool, include: bool, signature: Signature | None = None, *of: int
+    comments: bool, include: bool, signature: Signature | None = None, form: Form = PLAIN
 ) -> Callable[[str], str]:
     """Return the function that templates call as `source`: it takes a fragment's name, and pastes
     the text. With `include` it includes the file of that name instead, where that has the same
-    text. of: as of `_fragment`."""
+    text."""
     of_kernel = signature or signature_of(RMSNORM_BACKWARD)
 
     def source(name: str) -> str:
-        if include and _fragment(name, True, of_kernel, *of) == headers()[name]:
+        if include and _fragment(name, True, of_kernel, form) == headers()[name]:
             return f'#include "{name}"'
-        return _fragment(name, comments, of_kernel, *of).rstrip("\n")
+        return _fragment(name, comments, of_kernel, form).rstrip("\n")
 
     return source
 
@@ -126,14 +116,14 @@ def render(variant: Variant, *, comments: bool = True, include: bool = False) ->
         launch_bounds = f"__launch_bounds__({variant.cta_threads}, {variant['min_blocks']})"
     shares_any_row = variant["cluster"] > 1 and not variant.exact
     signature = variant.signature
-    rotary = 0 if variant.rotated == variant.N else variant.rotated
-    of = {"producer": variant.producer, "shifted": variant.shifted, "rotary": rotary}
-    of["interleaved"] = variant.interleaved
+    part = 0 if variant.rotated == variant.N else variant.rotated
+    joined, rotary = (part, 0) if variant.joined else (0, part)
+    form = Form(variant.producer, variant.shifted, rotary, variant.interleaved, joined)
     template = environment(comments).get_template(f"{variant.operation}.cu.j2")
     return template.render(
-        **expressions(signature, variant.interleaved),
-        source=source_of(comments, include, signature, *of.values()),
-        **of,
+        **expressions(signature, form),
+        source=source_of(comments, include, signature, form),
+        **form._asdict(),
         rotates="is_rotated(j, rows.column(j)) ? " if rotary else "",
         holds_numbers=variant.holds_numbers,
         early_sums=variant.early_sums,
@@ -157,53 +147,6 @@ def render(variant: Variant, *, comments: bool = True, include: bool = False) ->
         least_columns=0 if shares_any_row else variant.least_columns,
         launch_bounds=launch_bounds,
     )
-
-
-def expressions(signature: Signature, interleaved: bool = False) -> dict[str, Any]:
-    """Return what the name of every tensor stands for in a kernel: element i of its row u, or the
-    number of that row or of the call. `row_sums` and `later_sums` are lists of sums, `results` the
-    arrays of the outputs. Of tensors that are read in pairs, `partner` has what stands at the other
-    column: with neighbours as pairs, in the same vector."""
-    results = {
-        output.name: f"out_{output.name}" if i else "out"
-        for i, output in enumerate(signature.outputs)
-    }
-    places = ["u", "kRowsInFlight + u", *(f"{i} * kRowsInFlight + u" for i in range(2, 4))]
-    partner: dict[str, str] = {}
-    found: dict[str, Any] = {
-        "results": results,
-        "partner": partner,
-        "first_half": "(i % 2 == 0)" if interleaved else "(rows.column(j) < kHalf)",
-        "row_sums": [f"sum[{place}]" for place in places[: signature.row_sums]],
-        "later_sums": [f"later_sum[{place}]" for place in places[: signature.later_sums]],
-    }
-    for tensor in signature.early:
-        found[tensor.name] = f"element<Element>({tensor.value}[u][j].words, i)"
-    other, beside = ("i ^ 1", "") if interleaved else ("i", "partner_")
-    for tensor in signature.paired:
-        partner[tensor.name] = f"element<Element>({beside}{tensor.value}[u][j].words, {other})"
-    for tensor in signature.groups:
-        words = f"{tensor.value}[rows.together ? 0 : u][j % kGroupVectors]"
-        of_pair = "i / 2" if interleaved else "i"
-        found[tensor.name] = f"group_number({words}, {of_pair}, rows.wide)"
-    for tensor in signature.numbers:
-        found[tensor.name] = f"args.{tensor.name}"
-    for tensor in signature.statistics:
-        found[tensor.name] = f"{tensor.value}[u]"
-    if signature.columns:
-        found[signature.columns.name] = "weight_of(w, i, args.weight_offset)"
-        partner[signature.columns.name] = f"weight_of({beside}w, {other}, args.weight_offset)"
-    if signature.added_columns:
-        found[signature.added_columns.name] = "element<WeightElement>(added.words, i)"
-    for name, array in results.items():
-        found[name] = f"{array}[i]"
-    for tensor in signature.row_outputs:
-        found[tensor.name] = f"out_{tensor.name}"
-    if signature.sums:
-        vectors = ["j", "kVectors + j", *(f"{i} * kVectors + j" for i in range(2, 8))]
-        count = signature.sums.count
-        found[signature.sums.name] = [f"partial[{vector}][i]" for vector in vectors[:count]]
-    return found
 
 
 def _constants(v: Variant, comments: bool) -> list[str]:

@@ -226,8 +226,8 @@ class RowGeometry(ItemSizes):
     def own_partners(self) -> bool:
         """True when a thread has both columns of a pair (kOwnPartners in pairs.cuh.j2)."""
         alone = self["cluster"] == 1 and self.idle_columns == 0
-        if self.interleaved:
-            return True
+        if self.interleaved or self.joined:
+            return self.interleaved
         return bool(alone and self.rotated // 2 % (self["threads_per_row"] * self.elements) == 0)
 
     @property

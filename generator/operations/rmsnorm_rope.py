@@ -25,8 +25,8 @@ def make_inputs(problem: Problem, device: torch.device, **how: Any) -> Any:
     """Make the inputs of the backward, but for the incoming gradient. how: as for it."""
     given = RMSNORM_ROPE_BACKWARD.make_inputs(problem, device, **how)
     made = inputs_class(operations.RMSNORM_ROPE_FORWARD.signature)
-    shared = (given.cos, given.sin, given.eps, given.interleaved)
-    return made(given.x, given.weight, *shared, given.offset)
+    shared = (given.cos, given.sin, given.eps, given.interleaved, given.joined)
+    return made(given.x, given.weight, *shared, given.offset, given.heads)
 
 
 RMSNORM_ROPE_FORWARD = row_operation(

@@ -17,6 +17,11 @@ HEADS = 32
 """Rows of a group, where groups of rows share something."""
 
 
+def heads_of(problem: Problem) -> int:
+    """Return the number of rows of a group: rows of joined heads are one each."""
+    return 1 if problem.joined else HEADS
+
+
 def make_inputs(
     operation: RowOperation,
     inputs_class: Any,
@@ -29,7 +34,7 @@ def make_inputs(
     whose sign alternates from row to row, so that what is summed over a row is large, while sums
     over the rows stay near sqrt(M) and a lost row shows. What the forward saves is computed in
     float64 from the rounded rows. centres: rows lie around numbers up to this one and its negative;
-    a mean that is left out then shows. What groups of HEADS rows share is drawn, whatever the
+    a mean that is left out then shows. What groups of rows share is drawn, whatever the
     forward saves."""
     generator = torch.Generator(device).manual_seed(seed)
     signature, shape = operation.signature, (problem.M, problem.N)
@@ -63,9 +68,10 @@ def make_inputs(
             columns[name] = drawn.to(TORCH_DTYPE[problem.weight_dtype])
     late = {tensor.name: _late(tensor.option, problem, generator) for tensor in signature.late}
     found = _saved(operation, problem, matrices, columns, offset)
-    of_groups = (ceil_div(problem.M, HEADS), problem.rotated // 2)
+    of_groups = (ceil_div(problem.M, heads_of(problem)), problem.rotated // 2)
     for tensor in signature.groups:
         found[tensor.name] = torch.randn(of_groups, generator=generator, device=device)
+        found["heads"] = heads_of(problem)
     for tensor in signature.inputs:
         if tensor.role == "flag":
             found[tensor.name] = getattr(problem, tensor.name)

@@ -22,7 +22,7 @@ from generator.operations.operation import (
     over_bytes,
     row_slices,
 )
-from generator.operations.row_inputs import HEADS, make_cancelling, make_inputs
+from generator.operations.row_inputs import HEADS, heads_of, make_cancelling, make_inputs
 from generator.problem import Problem
 from normforge.launch.binding import bind
 from normforge.launch.kernel_arguments import DW_IN_WEIGHT_DTYPE, argument_layout, extent_of
@@ -54,7 +54,9 @@ def _spec(tensor: Tensor, problem: Problem) -> TensorSpec | None:
     if tensor.kind:
         return TensorSpec(tensor.name, (M, N // max(1, tensor.block)), tensor.kind)
     if tensor.role == "group":
-        return TensorSpec(tensor.name, (ceil_div(M, HEADS), problem.rotated // 2), "fp32")
+        return TensorSpec(
+            tensor.name, (ceil_div(M, heads_of(problem)), problem.rotated // 2), "fp32"
+        )
     return TensorSpec(tensor.name, (tensor.count * N,), problem.weight_dtype)
 
 

@@ -3,6 +3,8 @@ backward, or of those of all GPUs."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from itertools import compress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,9 +15,9 @@ from ..serve.options import SMALLEST_EPS
 from ..shape_names import rotation_name
 from ..torch_internals import float_of, served_dtype
 from .library import Served
-from .rope_checks import check_rotated, checked_heads, turns_of
+from .rope_checks import check_rotated, checked_heads, columns_of, turns_of
 from .rope_node import (
-    INTERLEAVED,
+    FORMS,
     SERVED,
     Gradients,
     PackedGradients,
@@ -32,8 +34,8 @@ class RotatedFunctions(RowFunctions):
 
     served: ClassVar[Served[Any]] = SERVED
     packages = "rope_packages"
-    interleaved = False
-    """True in the form with neighbouring columns as pairs."""
+    flags: Mapping[str, bool] = {}
+    """The flags of the operations that a form sets."""
 
     def explain(
         self,
@@ -46,12 +48,14 @@ class RotatedFunctions(RowFunctions):
         rotary_dim: int | None = None,
         interleaved: bool = False,
         offset: bool = False,
+        heads: int | None = None,
     ) -> dict[str, Any]:
         """Say which kernel serves the backward (or the forward) of M aligned heads of N columns
-        ("bf16", "fp16" or "fp32"), and why. rotary_dim, interleaved: as of `rms_norm_rope`; offset:
-        whether the calls have a weight_offset."""
+        ("bf16", "fp16" or "fp32"), and why. rotary_dim, interleaved, heads: as of `rms_norm_rope`;
+        offset: whether the calls have a weight_offset."""
         server = self.server(RMSNORM_ROPE_FORWARD if forward else RMSNORM_ROPE_BACKWARD)
-        rotation = rotation_name(N if rotary_dim is None else rotary_dim, N, interleaved)
+        rotated = columns_of(N, rotary_dim, heads)
+        rotation = rotation_name(rotated, N, interleaved, heads is not None)
         return server.explain(M, N, dtype, weight_dtype, rotation=rotation, offset=offset)
 
     def rms_norm_rope(
@@ -64,10 +68,11 @@ class RotatedFunctions(RowFunctions):
         rotary_dim: int | None = None,
         interleaved: bool = False,
         weight_offset: float = 0.0,
+        heads: int | None = None,
     ) -> torch.Tensor:
         """Compute n * cos + rotate_half(n) * sin with n = norm(x) * (weight + weight_offset), as
-        attention does with its queries and keys in Qwen 3 and Gemma 3. Differentiable in x and
-        weight.
+        attention does with its queries and keys in Qwen 3 and Gemma 3, and with `heads` in OLMo 2
+        and 3. Differentiable in x and weight.
 
         Both directions are kernels where such were tuned, else the formula in PyTorch. Under
         torch.compile both are operators. Works under autocast (which changes nothing here),
@@ -76,11 +81,12 @@ class RotatedFunctions(RowFunctions):
 
         Args:
             x: (..., H, D), bf16, fp16 or fp32: H heads of each token. Heads of a packed projection
-                are read where they lie.
-            weight: (D,), or None for ones. Its gradient has its dtype.
+                are read where they lie. With `heads`, (..., heads * D): tokens.
+            weight: (D,), or (heads * D,) with `heads`, or None for ones. Its gradient has its
+                dtype.
             cos, sin: (..., R), or (..., R / 2) for the first half of the columns, which is read
-                alone: that of the second half is the same. Their other dimensions are those of x
-                without the heads, or 1 where they are repeated. They have no gradient.
+                alone: that of the second half is the same. Their other dimensions are those of the
+                tokens, or 1 where they are repeated. They have no gradient.
             eps: added to the mean square. Below 2^-96 the backward is PyTorch's operators.
             rotary_dim: R, how many columns are rotated: the first ones. Those behind them are n, as
                 in Qwen3-Next. None for all D.
@@ -88,6 +94,8 @@ class RotatedFunctions(RowFunctions):
                 complex form, and not i and i + R / 2. cos and sin are the same: a number for each
                 pair, or as many again behind these, which are not read.
             weight_offset: added to the weight in fp32, for models that store w - 1, such as Gemma.
+            heads: how many heads a row of x is. The norm is of all its columns, as in OLMo 2 and 3,
+                and each head is rotated, all D columns of it. None for rows that are one head.
 
         Returns:
             y in x's shape and dtype, computed in fp32 and rounded once.
@@ -96,12 +104,13 @@ class RotatedFunctions(RowFunctions):
             TypeError, ValueError: if the arguments do not fit together.
         """
         eps = float_of(eps)
-        check_rotated(x, weight, cos, sin, eps, rotary_dim, interleaved)
-        weight = served_dtype(weight, x)
-        of_turns = turns_of(x, cos, sin, rotary_dim)
-        return rotated_norm(
-            x, weight, *of_turns, eps, float(weight_offset), self._form(interleaved)
-        )
+        check_rotated(x, weight, cos, sin, eps, rotary_dim, interleaved, heads)
+        weight, joined = served_dtype(weight, x), heads is not None
+        of_turns = turns_of(x, cos, sin, columns_of(x.shape[-1], rotary_dim, heads))
+        rest = (*of_turns, eps, float(weight_offset), self._form(joined, interleaved))
+        if not joined:
+            return rotated_norm(x, weight, *rest)
+        return rotated_norm(x.unsqueeze(-2), weight, *rest).squeeze(-2)
 
     def qk_norm_rope(
         self,
@@ -140,38 +149,41 @@ class RotatedFunctions(RowFunctions):
         check_rotated(q, q_weight, cos, sin, eps, rotary_dim, interleaved)
         check_rotated(k, k_weight, cos, sin, eps, rotary_dim)
         weights = (served_dtype(q_weight, qkv), served_dtype(k_weight, qkv))
-        of_turns = turns_of(q, cos, sin, rotary_dim)
-        rest = (of_queries, of_keys, eps, float(weight_offset), self._form(interleaved))
+        of_turns = turns_of(q, cos, sin, columns_of(q.shape[-1], rotary_dim))
+        rest = (of_queries, of_keys, eps, float(weight_offset), self._form(False, interleaved))
         return packed_norms(qkv, *weights, *of_turns, *rest)
 
-    def _form(self, interleaved: bool) -> str:
-        """Return the name that operators know these functions by, or those with other pairs."""
-        return f"{self.name}+{INTERLEAVED}" if interleaved else self.name
+    def _form(self, *flags: bool) -> str:
+        """Return the name that operators know a form of these functions by. flags: as in FORMS."""
+        return "+".join((self.name, *compress(FORMS, flags)))
 
     def of_form(self, form: str) -> RotatedFunctions:
-        """Return these functions with neighbouring columns as pairs. Raises LookupError for another
-        form than INTERLEAVED."""
-        if form != INTERLEAVED:
+        """Return these functions in another form. Raises LookupError for one that is not in
+        FORMS."""
+        if form not in FORMS:
             raise LookupError(form)
         made = object.__new__(type(self))
-        vars(made).update(vars(self), name=self._form(True), interleaved=True)
+        flags = {**self.flags, form: True}
+        vars(made).update(vars(self), name=f"{self.name}+{form}", flags=flags)
         self.served.add(made.name, made)
         return made
 
     def retire(self) -> None:
-        """Forget the form of these functions: another package has taken the name."""
-        self.served.known.pop(self._form(True), None)
+        """Forget the forms of these functions: another package has taken the name."""
+        for form in FORMS:
+            found = self.served.known.pop(f"{self.name}+{form}", None)
+            if found is not None:
+                found.retire()
 
     def forward(self, *given: Any) -> torch.Tensor:
         """Return y without gradients, of arguments as of RotatedNorms."""
         x, weight, cos, sin, eps, offset = given
         server = self.server(RMSNORM_ROPE_FORWARD)
-        tensors = {"x": x, "weight": weight, "cos": cos, "sin": sin, "eps": eps}
-        tensors["interleaved"] = self.interleaved
+        tensors = {"x": x, "weight": weight, "cos": cos, "sin": sin, "eps": eps, **self.flags}
         if server.is_without_kernels(x):
             server.count_call(x, tensors, offset)
             with torch.no_grad():
-                return formula(x, weight, cos, sin, eps, offset, self.interleaved)
+                return formula(x, weight, cos, sin, eps, offset, **self.flags)
         return server(tensors, offset)["y"]
 
     def backward(self, *given: Any, into: torch.Tensor | None = None) -> Gradients:
@@ -179,15 +191,15 @@ class RotatedFunctions(RowFunctions):
         dy, x, weight, cos, sin, eps, offset = given
         server = self.server(RMSNORM_ROPE_BACKWARD)
         tensors = {"x": x, "dy": dy, "weight": weight, "cos": cos, "sin": sin, "eps": eps}
-        tensors["interleaved"] = self.interleaved
+        tensors |= self.flags
         served = eps >= SMALLEST_EPS
         if served and server.is_without_kernels(x):
             server.count_call(x, tensors, offset)
             served = False
         if not served:
             with torch.no_grad():
-                rest = (cos, sin, eps, offset, self.interleaved)
-                dx, dw = gradients_by_formula(dy, x, weight, *rest)
+                rest = (cos, sin, eps, offset)
+                dx, dw = gradients_by_formula(dy, x, weight, *rest, **self.flags)
                 return dx if into is None else into.copy_(dx), dw
         found = server(tensors, offset, into={} if into is None else {"dx": into})
         return found["dx"], None if weight is None else found["dw"]

@@ -17,6 +17,7 @@ def check_rotated(
     eps: Any,
     rotary_dim: int | None = None,
     interleaved: bool = False,
+    heads: int | None = None,
 ) -> None:
     """Raises TypeError or ValueError, in one sentence, for arguments that do not fit together."""
     for name, given in (("x", x), ("weight", weight), ("cos", cos), ("sin", sin)):
@@ -26,7 +27,9 @@ def check_rotated(
         raise TypeError("eps must be a number, got None")
     if type(interleaved) is not bool:
         raise TypeError(f"interleaved must be True or False, got {interleaved!r}")
-    if x.dtype not in FLOATS or x.dim() < 2 or x.shape[-1] == 0 or x.shape[-1] % 2:
+    if heads is not None:
+        _check_joined(x, heads, rotary_dim)
+    elif x.dtype not in FLOATS or x.dim() < 2 or x.shape[-1] == 0 or x.shape[-1] % 2:
         raise ValueError(
             "x must be floating heads of an even number of columns, of shape (..., H, D), got "
             f"{x.dtype} of shape {tuple(x.shape)}"
@@ -34,8 +37,9 @@ def check_rotated(
     width = x.shape[-1]
     if weight is not None and (weight.dim() != 1 or weight.shape[0] != width):
         raise ValueError(f"weight must have shape ({width},), got {tuple(weight.shape)}")
+    tokens = x.shape[:-2] if heads is None else x.shape[:-1]
     if rotary_dim is None:
-        rotary_dim = width
+        rotary_dim = columns_of(width, None, heads)
     elif type(rotary_dim) is not int:
         raise TypeError(f"rotary_dim must be an int or None, got {type(rotary_dim).__name__}")
     elif rotary_dim % 2 or not 0 < rotary_dim <= width:
@@ -48,9 +52,9 @@ def check_rotated(
             raise TypeError(f"{name} must be of a floating dtype, got {given.dtype}")
         if given.requires_grad:
             raise ValueError(f"{name} has no gradient here: give {name}.detach()")
-        if not _fits(given.shape, (*x.shape[:-2], rotary_dim)):
-            shape = (*x.shape[:-2], rotary_dim)
+        if not _fits(given.shape, shape := (*tokens, rotary_dim)):
             what = "x without its heads" if rotary_dim == width else "x's tokens and rotary_dim"
+            what = what if heads is None else "x's tokens and a head"
             raise ValueError(
                 f"{name} must have the shape {shape} of {what}, or half as many columns, or 1 "
                 f"where it is repeated, got {tuple(given.shape)}"
@@ -58,6 +62,28 @@ def check_rotated(
     for name, given in (("weight", weight), ("cos", cos), ("sin", sin)):
         if given is not None and given.device != x.device:
             raise ValueError(f"{name} is on {given.device} and x on {x.device}")
+
+
+def _check_joined(x: torch.Tensor, heads: Any, rotary_dim: Any) -> None:
+    """Raises TypeError or ValueError for rows that are not so many heads, all of which are
+    rotated."""
+    if type(heads) is not int:
+        raise TypeError(f"heads must be an int or None, got {type(heads).__name__}")
+    if rotary_dim is not None:
+        raise ValueError("rotary_dim must be None where heads is given: all columns are rotated")
+    whole = heads > 0 and x.dim() > 0 and x.shape[-1] > 0 and x.shape[-1] % (2 * heads) == 0
+    if x.dtype not in FLOATS or not whole:
+        raise ValueError(
+            f"x must be floating rows of {heads} heads of an even number of columns, of shape "
+            f"(..., {heads} * D), got {x.dtype} of shape {tuple(x.shape)}"
+        )
+
+
+def columns_of(width: int, rotary_dim: int | None, heads: int | None = None) -> int:
+    """Return how many columns are rotated together, in rows of a width."""
+    if heads is not None:
+        return width // heads
+    return width if rotary_dim is None else rotary_dim
 
 
 def _fits(shape: Any, whole: Any) -> bool:
@@ -71,12 +97,10 @@ def _fits(shape: Any, whole: Any) -> bool:
     return all(one == 1 or one == other for one, other in along)  # `in` takes no symbolic sizes
 
 
-def turns_of(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary_dim: int | None = None
-) -> tuple[Any, Any]:
+def turns_of(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, columns: int) -> Any:
     """Return cos and sin of the first half of the columns that are rotated, of shape (..., 1, half
     as many), in one dtype: x's or fp32."""
-    half = (x.shape[-1] if rotary_dim is None else rotary_dim) // 2
+    half = columns // 2
     kept = cos.dtype == sin.dtype and cos.dtype in (x.dtype, torch.float32)
     found = []
     for given in (cos, sin):

@@ -23,7 +23,8 @@ PackedGradients = tuple[torch.Tensor, "torch.Tensor | None", "torch.Tensor | Non
 
 class RotatedNorms(Protocol):
     """The interface of what computes a package's rotated norms. x, dy: (..., H, N); cos, sin: (...,
-    1, R / 2), where the first R columns are rotated; offset: added to the weight."""
+    1, R / 2), where the first R columns are rotated, or each R of a row of joined heads; offset:
+    added to the weight."""
 
     def forward(
         self,
@@ -56,8 +57,9 @@ class RotatedNorms(Protocol):
 
 
 SERVED: Served[RotatedNorms] = Served()
-INTERLEAVED = "interleaved"
-"""The form of a package in which neighbouring columns are pairs, and not those of two halves."""
+FORMS = ("joined", "interleaved")
+"""The forms of a package, which are flags of its operations: a row is several heads; neighbouring
+columns are pairs, and not those of two halves. A name may have both behind it, in this order."""
 _ARGUMENTS = (
     "Tensor x, Tensor? weight, Tensor cos, Tensor sin, float eps, float weight_offset, str package"
 )
@@ -94,19 +96,20 @@ rms_norm_rope_backward = define(
 )
 
 
-def is_interleaved(package: str) -> bool:
-    """Return True for the name of a package's form in which neighbouring columns are pairs."""
-    return package.endswith(f"+{INTERLEAVED}")
+def flags_of(package: str) -> dict[str, bool]:
+    """Return the flags that the name of a package's form stands for."""
+    base, _, last = package.rpartition("+")
+    return {**flags_of(base), last: True} if base and last in FORMS else {}
 
 
 def formula(
-    x: Any, weight: Any, cos: Any, sin: Any, eps: float, offset: float, interleaved: bool = False
+    x: Any, weight: Any, cos: Any, sin: Any, eps: float, offset: float, **flags: bool
 ) -> torch.Tensor:
     """Compute y in x's dtype, computed in fp32 (in float64 for float64) and rounded once.
-    Differentiable. Arguments are as of RotatedNorms, and whether neighbours are pairs."""
+    Differentiable. Arguments are as of RotatedNorms, and the flags of a form."""
     compute = wide_dtype(x)
     scale = (1.0 if weight is None else weight.to(compute)) + offset
-    y = rmsnorm_rope(x.to(compute), scale, cos.to(compute), sin.to(compute), eps, interleaved)
+    y = rmsnorm_rope(x.to(compute), scale, cos.to(compute), sin.to(compute), eps, **flags)
     rounded: torch.Tensor = y.to(x.dtype)
     return rounded
 
@@ -119,12 +122,11 @@ def gradients_by_formula(
     sin: Any,
     eps: float,
     offset: float,
-    interleaved: bool = False,
+    **flags: bool,
 ) -> Gradients:
     """Compute the gradients by PyTorch's operators. Differentiable. Arguments are as of
     `formula`."""
-    given = {"dy": dy, "x": x, "weight": weight, "cos": cos, "sin": sin, "eps": eps}
-    given["interleaved"] = interleaved
+    given = {"dy": dy, "x": x, "weight": weight, "cos": cos, "sin": sin, "eps": eps, **flags}
     found = evaluate(RMSNORM_ROPE_BACKWARD, given, offset=offset)
     return found["dx"].to(x.dtype), None if weight is None else found["dw"].to(weight.dtype)
 
@@ -156,7 +158,7 @@ class RotatedNode(torch.autograd.Function):
         if not is_dynamo_compiling() and (
             torch.is_grad_enabled() or transforms_active() or is_batched(dy)
         ):
-            dx, dw = gradients_by_formula(*(*given, is_interleaved(package)))
+            dx, dw = gradients_by_formula(*given, **flags_of(package))
         elif is_dynamo_compiling() or watched() or not is_plain(dy):
             dx, dw = rms_norm_rope_backward(*given, package)
         else:
@@ -169,7 +171,7 @@ def rotated_norm(*given: Any) -> torch.Tensor:
     name; by PyTorch's operators where it does not."""
     *call, package = given
     if not is_ours(*call[:4]):
-        return formula(*(*call, is_interleaved(package)))
+        return formula(*call, **flags_of(package))
     if not torch.is_grad_enabled():
         return _forward(*given)
     y: torch.Tensor = applied(RotatedNode, *given)

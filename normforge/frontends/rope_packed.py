@@ -10,7 +10,7 @@ from torch.compiler import is_dynamo_compiling
 
 from ..torch_internals import is_batched, is_plain, transforms_active, watched
 from .library import define
-from .rope_node import SERVED, formula, gradients_by_formula, is_interleaved
+from .rope_node import SERVED, flags_of, formula, gradients_by_formula
 from .row_nodes import applied, is_ours
 
 Packed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -69,16 +69,16 @@ qk_norm_rope_backward = define(
 def _by_formula(*given: Any) -> Packed:
     qkv, q_weight, k_weight, cos, sin, *heads, eps, offset, package = given
     q, k, v = parts_of(qkv, *heads)
-    rest = (cos, sin, eps, offset, is_interleaved(package))
-    return formula(q, q_weight, *rest), formula(k, k_weight, *rest), v
+    rest, flags = (cos, sin, eps, offset), flags_of(package)
+    return formula(q, q_weight, *rest, **flags), formula(k, k_weight, *rest, **flags), v
 
 
 def _gradients_by_formula(*given: Any) -> tuple[Any, ...]:
     dq, dk, dv, qkv, q_weight, k_weight, cos, sin, *heads, eps, offset, package = given
     q, k, _ = parts_of(qkv, *heads)
-    rest = (cos, sin, eps, offset, is_interleaved(package))
-    to_q, of_q = gradients_by_formula(dq, q, q_weight, *rest)
-    to_k, of_k = gradients_by_formula(dk, k, k_weight, *rest)
+    rest, flags = (cos, sin, eps, offset), flags_of(package)
+    to_q, of_q = gradients_by_formula(dq, q, q_weight, *rest, **flags)
+    to_k, of_k = gradients_by_formula(dk, k, k_weight, *rest, **flags)
     # Batched gradients have no rule for flatten().
     return torch.cat((to_q, to_k, dv), -2).reshape(qkv.shape), of_q, of_k
 

@@ -1,12 +1,12 @@
-"""Finds attention that normalizes queries and keys and rotates them, as in transformers' Qwen 3 and
-Gemma 3, and makes the forwards that serve it with `rms_norm_rope`."""
+"""Finds attention that normalizes queries and keys and rotates them, as in transformers' Qwen 3,
+Gemma 3 and OLMo 2, and makes the forwards that serve it with `rms_norm_rope`."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,6 +37,19 @@ _SIZES = (1.0, 1e-2, 1e-3, 30.0, 1e3, 7.0)
 _FEW, _COLUMNS = (2, 3), 8
 
 
+class _Kind(NamedTuple):
+    """The norms and the rotation of an attention. offset: 1 is added to weights; narrow: the norms'
+    results are in x's dtype, whatever that of the weight; kept: those of the rotation are in that
+    of its rows, whatever that of cos; columns: of a head, those that are rotated; joined: the norms
+    are of all heads together."""
+
+    offset: bool
+    narrow: bool
+    kept: bool
+    columns: int
+    joined: bool
+
+
 def fuse_heads(rotated: RotatedFunctions, model: torch.nn.Module) -> list[str]:
     """Let `rms_norm_rope` serve the queries and keys of a model's attention; the names of the
     modules that it now serves. Each is tried on the CPU, with its norms and small projections, and
@@ -58,25 +71,33 @@ def forward_that_serves(rotated: RotatedFunctions, module: Any) -> ModuleForward
     if type(width) is not int:
         return "it does not say how wide its heads are"
     norms = [getattr(module, name) for name in _NORMS]
-    shapes = [getattr(getattr(norm, "weight", None), "shape", None) for norm in norms]
-    if shapes != [(width,)] * 2:
-        return "its norms are not those of single heads: OLMo 2 and 3 normalize all heads together"
+    shapes: list[Any] = [getattr(getattr(norm, "weight", None), "shape", ()) for norm in norms]
+    if any(len(shape) != 1 or shape[0] % width for shape in shapes):
+        return "its norms are neither those of single heads nor those of all heads together"
     formula, other = map(formula_of, norms)
     if formula is None or formula == UNTRIED or formula != other:
         return "its norms do not both compute xhat * w or xhat * (1 + w)"
     patched, of_keys = map(served_by, norms)
     if patched is None or patched is not of_keys:
         return "its norms were not both patched alike"
-    columns = _rotated_columns(module)
-    if missing := _without_kernels(rotated, norms[0].weight, formula == "gemma", columns):
-        return missing
-    narrow = all(with_its_dtype(norm, formula) == formula for norm in norms)
     kind: Any = type(module)
-    found = _forward_of(rotated, kind, formula == "gemma", narrow, columns, patched)
+    of = _Kind(
+        offset=formula == "gemma",
+        narrow=all(with_its_dtype(norm, formula) == formula for norm in norms),
+        kept=_keeps_dtype(rewritten.global_of(original_class(kind))),
+        columns=_rotated_columns(module),
+        joined=shapes != [(width,)] * 2,
+    )
+    if of.joined and of.columns != width:
+        return "it normalizes all heads together, and rotates a part of their columns"
+    for weight in {len(norm.weight): norm.weight for norm in norms}.values():
+        if missing := _without_kernels(rotated, weight, width, of):
+            return missing
+    found = _forward_of(rotated, kind, of, patched)
     if found is None:
         return "its forward is not q_norm, k_norm and then apply_rotary_pos_emb"
     try:
-        same = _computes_the_same(module, found, columns)
+        same = _computes_the_same(module, found, of.columns)
     except Exception:  # another kind of attention
         return "it raises an error on the CPU with small projections"
     return found if same else "it computes something else than norm and rotation of its halves"
@@ -92,60 +113,73 @@ def _rotated_columns(module: Any) -> int:
     return int(module.head_dim * said) if isinstance(said, float) else module.head_dim
 
 
-def _without_kernels(
-    rotated: RotatedFunctions, weight: torch.Tensor, offset: bool, columns: int
-) -> str:
-    """Say where a GPU has no kernels for heads like those of a norm, of which so many columns are
-    rotated: they are better with the norm's then. Without a GPU nothing is known."""
+def _keeps_dtype(turn: Any) -> bool:
+    """Return True if a rotation has results in the dtype of its rows, whatever that of cos is."""
+    x, ones = torch.ones(1, 1, 1, 2, dtype=torch.bfloat16), torch.ones(1, 1, 2)
+    try:
+        return all(y.dtype == x.dtype for y in turn(x, x, ones, ones))
+    except Exception:  # it rotates something else
+        return False
+
+
+def _without_kernels(rotated: RotatedFunctions, weight: torch.Tensor, width: int, of: _Kind) -> str:
+    """Say where a GPU has no kernels for rows like those of a norm, of heads of such a width: they
+    are better with the norm's then. Without a GPU nothing is known."""
     if not torch.cuda.is_available():
         return ""
-    width, dtype = len(weight), DTYPES.get(weight.dtype, "bf16")
-    rotation = rotation_name(columns, width)
+    dtype = DTYPES.get(weight.dtype, "bf16")
+    rotation = rotation_name(of.columns, len(weight), joined=of.joined)
     for operation in (RMSNORM_ROPE_FORWARD, RMSNORM_ROPE_BACKWARD):
-        server = rotated.server(operation)
-        asked = (server, 1 << 17, width, dtype, dtype)
-        if not has_kernel(*asked, offset=offset, rotation=rotation):
-            some = f", {columns} of them rotated," if rotation else ""
-            return f"no kernel of rms_norm_rope serves heads of {width} columns{some} here"
+        asked = (rotated.server(operation), 1 << 17, len(weight), dtype, dtype)
+        if not has_kernel(*asked, offset=of.offset, rotation=rotation):
+            some = f", {of.columns} of them rotated," if of.columns != width else ""
+            rows = f"rows of {len(weight)} columns in " if of.joined else ""
+            return f"no kernel of rms_norm_rope serves {rows}heads of {width} columns{some} here"
     return ""
 
 
 @cache
 def _forward_of(
-    rotated: RotatedFunctions,
-    kind: Any,
-    offset: bool,
-    narrow: bool,
-    columns: int,
-    patched: ModuleForward,
+    rotated: RotatedFunctions, kind: Any, of: _Kind, patched: ModuleForward
 ) -> ModuleForward | None:
     """Return the forward of a class whose queries and keys `rms_norm_rope` serves; None for another
-    text. offset: 1 is added to weights; narrow: the norms' results are in x's dtype, whatever that
-    of the weight; columns: of a head, those that are rotated; patched: what serves the norms alone.
-    Others, which took their place, are called."""
+    text. patched: what serves the norms alone. Others, which took their place, are called."""
     kind = original_class(kind)
     tree = rewritten.of_class(kind)
     turn = rewritten.global_of(kind)
     if tree is None or turn is None or not rewritten.heads_rotated(tree):
         return None
 
+    def by_rows(x: torch.Tensor, serve: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        if not of.joined:
+            return serve(x.transpose(1, 2)).transpose(1, 2)
+        y = serve(x.transpose(1, 2).flatten(-2))
+        return y.unflatten(-1, (x.shape[1], x.shape[3])).transpose(1, 2)
+
     def heads(norm: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         eps: Any = eps_of(norm)  # _fits has seen it
-        given = (x.transpose(1, 2), norm.weight, cos, sin, eps, columns)
-        return rotated.rms_norm_rope(*given, weight_offset=float(offset)).transpose(1, 2)
+        how: Any = {"heads": x.shape[1]} if of.joined else {"rotary_dim": of.columns}
+        how["weight_offset"] = float(of.offset)
+
+        def serve(rows: torch.Tensor) -> torch.Tensor:
+            return rotated.rms_norm_rope(rows, norm.weight, cos, sin, eps, **how)
+
+        return by_rows(x, serve)
 
     def serve(self: Any, q: Any, k: Any, cos: Any, sin: Any) -> Any:
         """Return q and k (B, H, S, D), normalized and rotated."""
-        fits = cos.shape[-1] == columns and not (cos.requires_grad or sin.requires_grad)
+        fits = cos.shape[-1] == of.columns and not (cos.requires_grad or sin.requires_grad)
         fits = fits and served_by(self.q_norm) is patched is served_by(self.k_norm)
-        fits = fits and _fits(self.q_norm, q, cos, narrow)
-        if not fits or not _fits(self.k_norm, k, cos, narrow):
+        fits = fits and _fits(self.q_norm, q, cos, of)
+        if not fits or not _fits(self.k_norm, k, cos, of):
+            if of.joined:
+                return turn(by_rows(q, self.q_norm), by_rows(k, self.k_norm), cos, sin)
             return turn(self.q_norm(q), self.k_norm(k), cos, sin)
         return heads(self.q_norm, q, cos, sin), heads(self.k_norm, k, cos, sin)
 
     found = rewritten.compiled(kind, tree, {rewritten.SERVED: serve})
     made = getattr(patched, REMADE)
-    setattr(found, REMADE, partial(_remade, rotated, kind, offset, narrow, columns, made))
+    setattr(found, REMADE, partial(_remade, rotated, kind, of, made))
     return found
 
 
@@ -154,13 +188,13 @@ def _remade(*given: Any) -> ModuleForward | None:
     return _forward_of(*others, made())
 
 
-def _fits(norm: Any, x: Any, cos: Any, narrow: bool) -> bool:
+def _fits(norm: Any, x: Any, cos: Any, of: _Kind) -> bool:
     """Return True if the result has x's dtype, and a call of the norm does nothing else: by hooks,
     for example, tensor parallelism sums the gradients of its weight."""
     if x.dim() != 4 or eps_of(norm) is None or is_hooked(norm):
         return False
-    normed = x.dtype if narrow else torch.promote_types(x.dtype, norm.weight.dtype)
-    return torch.promote_types(normed, cos.dtype) == x.dtype
+    normed = x.dtype if of.narrow else torch.promote_types(x.dtype, norm.weight.dtype)
+    return (normed if of.kept else torch.promote_types(normed, cos.dtype)) == x.dtype
 
 
 # ---- Tried on the CPU ----------------------------------------------------------------------------
@@ -169,11 +203,12 @@ def _fits(norm: Any, x: Any, cos: Any, narrow: bool) -> bool:
 def _computes_the_same(module: Any, fused: Any, columns: int) -> bool:
     """Return True if a forward has the results and gradients of that of a module, with small
     projections and attention that only adds heads up."""
-    kind, width = original_class(type(module)), module.head_dim
+    kind = original_class(type(module))
     original = rewritten.plain_forward(kind)
     scope = {**original.__globals__, _EAGER: _added_up}
     theirs, ours = (rewritten.among(one, scope, original) for one in (original, fused))
-    weights = [evenly(-1, 2, width), evenly(2, -0.5, width)]
+    of_queries, of_keys = (len(getattr(module, name).weight) for name in _NORMS)
+    weights = [evenly(-1, 2, of_queries), evenly(2, -0.5, of_keys)]
     projections = {
         name: _projection(child.out_features, seed)
         for seed, (name, child) in enumerate(module.named_children())

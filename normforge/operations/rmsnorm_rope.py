@@ -2,7 +2,8 @@
 3 (Su et al., "RoFormer", 2021; rotate_half as in GPT-NeoX): y = n * cos + rotate_half(n) *
 sin with n = norm(x) * w, or n in the columns behind the first R that are rotated, as in
 Qwen3-Next. Of a call, R is twice the columns of cos and sin. Columns i and i + R / 2 are a pair or,
-interleaved, 2i and 2i + 1, as in GPT-J.
+interleaved, 2i and 2i + 1, as in GPT-J. Joined, a row is heads of R columns, and the norm is of all
+of them, as in OLMo 2.
 
 A kernel of the backward computes rstd again from the rows, so that a forward saves nothing but its
 arguments.
@@ -40,16 +41,28 @@ def _joined(first: Any, second: Any, rest: Iterable[Any], interleaved: bool) -> 
     return torch.cat((pairs, *rest), -1)
 
 
-def rotated(n: Any, cos: Any, sin: Any, interleaved: bool) -> Any:
+def rotated(n: Any, cos: Any, sin: Any, interleaved: bool, joined: bool = False) -> Any:
     """Return n * cos + rotate_half(n) * sin of the columns that are rotated, and n behind them.
     cos, sin: a number for every pair of columns."""
+    if joined:
+        return rotated(*_apart(n, cos, sin), interleaved).reshape(n.shape)
     first, second, rest = _pairs(n, cos, interleaved)
     return _joined(first * cos - second * sin, second * cos + first * sin, rest, interleaved)
 
 
-def _terms_of_rotation(n: Any, cos: Any, sin: Any, interleaved: bool) -> tuple[Any, Any]:
+def _apart(n: Any, cos: Any, sin: Any) -> tuple[Any, Any, Any]:
+    """Return n as heads, and cos and sin for all of them."""
+    return n.unflatten(-1, (-1, 2 * cos.shape[-1])), cos.unsqueeze(-2), sin.unsqueeze(-2)
+
+
+def _terms_of_rotation(
+    n: Any, cos: Any, sin: Any, interleaved: bool, joined: bool
+) -> tuple[Any, Any]:
     """Return the terms of `rotated`: those with cos, or of columns that stay, and those with
     sin."""
+    if joined:
+        with_cos, with_sin = _terms_of_rotation(*_apart(n, cos, sin), interleaved, False)
+        return with_cos.reshape(n.shape), with_sin.reshape(n.shape)
     first, second, rest = _pairs(n, cos, interleaved)
     zeros = (one.new_zeros(one.shape) for one in rest)
     with_sin = _joined(-second * sin, first * sin, zeros, interleaved)
@@ -57,27 +70,46 @@ def _terms_of_rotation(n: Any, cos: Any, sin: Any, interleaved: bool) -> tuple[A
 
 
 def rmsnorm_rope(
-    x: Any, weight: Any, cos: Any, sin: Any, eps: float, interleaved: bool = False
+    x: Any,
+    weight: Any,
+    cos: Any,
+    sin: Any,
+    eps: float,
+    interleaved: bool = False,
+    joined: bool = False,
 ) -> Any:
     """Return y in the dtype of the arguments, which is that of the arithmetic. Differentiable."""
     n = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
-    return rotated(n, cos, sin, interleaved)
+    return rotated(n, cos, sin, interleaved, joined)
 
 
 def _forward_terms(
-    x: Any, weight: Any, cos: Any, sin: Any, eps: float, interleaved: bool = False
+    x: Any,
+    weight: Any,
+    cos: Any,
+    sin: Any,
+    eps: float,
+    interleaved: bool = False,
+    joined: bool = False,
 ) -> Terms:
     """Return the terms of y."""
     n = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
-    return {"y": _terms_of_rotation(n, cos, sin, interleaved)}
+    return {"y": _terms_of_rotation(n, cos, sin, interleaved, joined)}
 
 
 def _backward_terms(
-    x: Any, dy: Any, weight: Any, cos: Any, sin: Any, eps: float, interleaved: bool = False
+    x: Any,
+    dy: Any,
+    weight: Any,
+    cos: Any,
+    sin: Any,
+    eps: float,
+    interleaved: bool = False,
+    joined: bool = False,
 ) -> Terms:
     """Return the terms of the gradients: those of RMSNorm with dy rotated back in the place of
     dy."""
-    parts = _terms_of_rotation(dy, cos, -sin, interleaved)
+    parts = _terms_of_rotation(dy, cos, -sin, interleaved, joined)
     found = [norm_terms(x, part, weight, eps) for part in parts]
     normalized = found[0][0]
     dx = tuple(term for _, terms in found for term in terms)
@@ -85,10 +117,17 @@ def _backward_terms(
 
 
 def _backward_magnitudes(
-    x: Any, dy: Any, weight: Any, cos: Any, sin: Any, eps: float, interleaved: bool = False
+    x: Any,
+    dy: Any,
+    weight: Any,
+    cos: Any,
+    sin: Any,
+    eps: float,
+    interleaved: bool = False,
+    joined: bool = False,
 ) -> tuple[Any, ...]:
     """Return the magnitudes of what dw adds up: dy rotated back is a sum of two products."""
-    with_cos, with_sin = _terms_of_rotation(dy, cos, -sin, interleaved)
+    with_cos, with_sin = _terms_of_rotation(dy, cos, -sin, interleaved, joined)
     normalized, _ = norm_terms(x, dy, weight, eps)
     return ((with_cos.abs() + with_sin.abs()) * normalized.abs(),)
 
@@ -113,6 +152,7 @@ RMSNORM_ROPE_FORWARD = RowOperation(
         rows_out("y"),
         number("eps"),
         flag("interleaved"),
+        flag("joined"),
         row_sums=1,
         summed=True,
     ),
@@ -130,6 +170,7 @@ RMSNORM_ROPE_BACKWARD = RowOperation(
         sums("dw"),
         number("eps"),
         flag("interleaved"),
+        flag("joined"),
         row_sums=2,
         summed=True,
     ),

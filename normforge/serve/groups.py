@@ -46,11 +46,13 @@ def _period(tensor: torch.Tensor, groups: torch.Size) -> int:
 
 def rotation_of(signature: Signature, given: Mapping[str, Any], x: torch.Tensor) -> str:
     """Return how the heads of a call are rotated, as kernels are named for it: by the numbers that
-    groups share, one for every pair of columns, and the flag `interleaved`. given: by name; x: the
-    first rows."""
+    groups share, one for every pair of columns, and the flags `interleaved` and `joined`. given: by
+    name; x: the first rows."""
     first = next((given[tensor.name] for tensor in signature.groups), None)
-    interleaved = bool(given.get("interleaved"))
-    return "" if first is None else rotation_name(2 * first.shape[-1], x.shape[-1], interleaved)
+    if first is None:
+        return ""
+    flags = (bool(given.get(name)) for name in ("interleaved", "joined"))
+    return rotation_name(2 * first.shape[-1], x.shape[-1], *flags)
 
 
 def _matrix(tensor: torch.Tensor, groups: torch.Size, period: int) -> torch.Tensor:

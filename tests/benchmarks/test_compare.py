@@ -22,7 +22,8 @@ from benchmarks.report import markdown, missing_sentence
 from benchmarks.results import Results, Row, json_text, problem_of, write_json
 from generator.errors import NormforgeError
 from generator.operations.rmsnorm_backward import make_inputs
-from generator.problem import Problem, load_problems
+from generator.problem import Problem
+from generator.shape_lists import load_problems
 from normforge.serve.reference import reference_backward
 from tests.support.comparison import ENVIRONMENT, cell, row
 

@@ -22,7 +22,8 @@ from benchmarks.results import Results
 from generator.errors import NormforgeError
 from generator.operations import LAYERNORM_BACKWARD, OPERATIONS
 from generator.operations.rmsnorm_backward import Inputs
-from generator.problem import Problem, load_problems
+from generator.problem import Problem
+from generator.shape_lists import load_problems
 from normforge.serve.reference import reference_backward
 from tests.support.comparison import ENVIRONMENT, CpuTimer, row
 

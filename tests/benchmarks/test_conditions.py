@@ -18,7 +18,8 @@ from benchmarks.repeatability import measured_studies
 from generator.evaluate.gpu.rotation import FLUSH, ROTATION, Timed
 from generator.kernels.geometry import Config
 from generator.paths import results_of
-from generator.problem import Problem, load_problems
+from generator.problem import Problem
+from generator.shape_lists import load_problems
 from tests.support.fake_clock import FakeClock
 
 FACTS = {

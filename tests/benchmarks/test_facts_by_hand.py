@@ -115,7 +115,7 @@ def test_load_hints_by_pipeline(folder: Path) -> None:
 
 def test_peers_near_the_floor(folder: Path) -> None:
     """A peer is in reach at one shape of 47, with 11 of 10 µs; at the others it takes 20."""
-    from generator.problem import load_problems
+    from generator.shape_lists import load_problems
 
     shapes = [str(problem) for problem in load_problems("compare")]
     rows = [compared(shape, 10.0, 10.0, cudnn=20.0, quack=30.0) for shape in shapes]

@@ -16,7 +16,8 @@ from benchmarks import forward
 from generator.errors import NormforgeError
 from generator.operations.rmsnorm_forward import EPS, ForwardInputs
 from generator.paths import GENERATED
-from generator.problem import Problem, load_problems
+from generator.problem import Problem
+from generator.shape_lists import load_problems
 from normforge.serve.reference import reference_forward
 from tests.support.comparison import CpuTimer
 from tests.support.operators import operators_of

@@ -33,6 +33,7 @@ SHAPES = [
     "rmsnorm_add_forward:9x768:fp16",
     "rmsnorm_rope_forward:64x64:bf16",
     "rmsnorm_rope_backward:64x64:fp32+rotary32+interleaved",
+    "rmsnorm_rope_backward:9x128:bf16+joined32",
     "rmsnorm_fp8_forward:9x768:bf16",
     "rmsnorm_mxfp8_backward:9x96:bf16+residual_fp32",
     "rmsnorm_sum3_backward:9x768:bf16+residual",

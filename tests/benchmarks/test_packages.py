@@ -15,7 +15,8 @@ from benchmarks import packages
 from generator.errors import NormforgeError
 from generator.evaluate.gpu.protocol import Candidate
 from generator.paths import GENERATED
-from generator.problem import Problem, load_problems
+from generator.problem import Problem
+from generator.shape_lists import load_problems
 from normforge.table import Table
 
 H200, H100 = (GENERATED / gpu / "rmsnorm_backward" for gpu in ("h200", "h100"))

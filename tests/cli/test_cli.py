@@ -27,7 +27,8 @@ from generator.kernels.variant import Variant, make_variant
 from generator.package.fallback_kernels import compile_fallbacks, fallbacks_to_compile
 from generator.paths import REPOSITORY
 from generator.problem import RMSNORM_BACKWARD as PACKAGE_NAME
-from generator.problem import Problem, load_problems
+from generator.problem import Problem
+from generator.shape_lists import load_problems
 from generator.space.legal_configs import LegalConfigs
 from generator.space.load import SPACE_FILE, load_space
 from generator.studies.storage import JOURNAL_NAME, open_storage

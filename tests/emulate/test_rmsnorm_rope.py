@@ -17,40 +17,13 @@ from generator.emulate.run import CallOptions, Runs, Schedule, run_schedules
 from generator.kernels.render import render
 from generator.kernels.variant import Variant
 from generator.operations import OPERATIONS
-from generator.operations.rows import make_reference
 from generator.problem import Problem
 from generator.target import Target
-from normforge import operations as library
 from tests.support.emulator import run_to_one_result, small, small_variant
+from tests.support.rotated import BACKWARD, FORWARD, PIPELINES, fault_of, of_heads, of_name
 from tests.support.samples import DETERMINISTIC, space_of
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
-
-FORWARD, BACKWARD = "rmsnorm_rope_forward", "rmsnorm_rope_backward"
-of_name = pytest.mark.parametrize("name", [FORWARD, BACKWARD])
-PIPELINES: dict[str, dict[str, int | str]] = {
-    "direct": {"pipeline": "direct"},
-    "bulk": {"pipeline": "bulk", "stages": 2, "rows_in_flight": 2},
-    "async": {"pipeline": "async", "stages": 2, "reload": "smem", "weight_in": "smem"},
-    "producer": {"pipeline": "producer", "stages": 3, "rows_per_cta": 3, "reload": "smem"},
-}
-
-
-def of_heads(problem: Problem, target: Target, threads_per_row: int) -> Variant:
-    return small(problem, target, threads_per_row=threads_per_row, rows_per_cta=8)
-
-
-def fault_of(variant: Variant, problem: Problem, inputs: Any) -> str:
-    """Compare the outputs for these inputs with float64: "" or what is off."""
-    found = run_to_one_result(variant, inputs)
-    operation = library.OPERATIONS[problem.operation]
-    reference = make_reference(operation, problem, inputs)
-    for name, exact in reference.outputs.items():
-        unit = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}[problem.dtype]
-        slack = unit * exact.abs() + 64 * 2.0**-24 * reference.scales[name] + 1e-30
-        if bool(((found[name].double() - exact).abs() > slack).any()):
-            return name
-    return ""
 
 
 @pytest.mark.sampled(12)

@@ -15,6 +15,7 @@ import pytest
 
 from benchmarks.pages.blocks import pages
 from generator.kernels.render import _fragment
+from generator.kernels.row_expressions import Form
 from generator.kernels.strategies import STRATEGIES, Strategy
 from generator.paths import TEMPLATES
 from normforge.operations import Signature
@@ -272,7 +273,9 @@ def test_a_stage_whose_values_may_arrive_late_is_read_with_a_fence(summed: bool)
 
 def test_sums_of_a_cluster_with_a_producer_are_waited_for_by_their_own_fence() -> None:
     tensors = (rows("a"), rows_out("o"))
-    text = _fragment("row_sum_cluster.cuh", True, Signature(*tensors, summed=True), producer=True)
+    text = _fragment(
+        "row_sum_cluster.cuh", True, Signature(*tensors, summed=True), Form(producer=True)
+    )
     assert calls("row_sum_cluster", "receive", text) == ["mbarrier_wait_sums"]
 
 

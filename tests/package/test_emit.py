@@ -24,8 +24,9 @@ from generator.package.entries import Entry, Forwards, recorded_bits
 from generator.package.files import _format_json
 from generator.package.sources import source_of
 from generator.package.standalone import export_standalone
-from generator.problem import Problem, load_problems
+from generator.problem import Problem
 from generator.result import Result
+from generator.shape_lists import load_problems
 from generator.space.load import load_space, space_file
 from generator.target import find_target
 from normforge.cubins import CUBINS, CUBINS_INDEX

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import normforge
 from generator.paths import REPOSITORY
-from generator.problem import load_problems
+from generator.shape_lists import load_problems
 from normforge import collected
 from normforge.api import Package
 from normforge.operations import RMSNORM_BACKWARD
@@ -192,10 +192,16 @@ def test_rotated_norms_count_by_what_is_rotated(recorder: Recorder) -> None:
         rest = (*of_turns, 1e-6, rotary_dim, interleaved)
         normforge.rms_norm_rope(x, leaf(16), *rest).sum().backward()
     normforge.rms_norm_rope(x, leaf(16), *of_turns, weight_offset=1.0).sum().backward()
+    joined = (x.flatten(-2), leaf(64), *of_turns, 1e-6, None)
+    for interleaved in (False, True):
+        normforge.rms_norm_rope(*joined, interleaved, heads=4).sum().backward()
     assert counted(recorder) == {
-        f"rmsnorm_rope_{direction} 24x16:fp32{rotation}": 1
+        f"rmsnorm_rope_{direction} {shape}": 1
         for direction in ("forward", "backward")
-        for rotation in ("", "+rotary8", "+interleaved", "+offset")
+        for shape in (
+            *(f"24x16:fp32{rotation}" for rotation in ("", "+rotary8", "+interleaved", "+offset")),
+            *(f"6x64:fp32+joined16{pairs}" for pairs in ("", "+interleaved")),
+        )
     }
 
 

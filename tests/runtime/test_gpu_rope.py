@@ -49,6 +49,12 @@ def strategy_of(name: str) -> str:
         ("9999x128:fp16+rotary48", 16),
         ("9999x128:bf16+interleaved", 16),
         ("9999x256:bf16:fp32+rotary64+interleaved", 32),
+        *(("9999x1024:bf16+joined128", threads) for threads in (32, 64, 128)),
+        ("1999x4096:bf16+joined128", 256),
+        ("1999x1280:fp16:fp32+offset+joined128", 64),
+        ("1999x384:bf16+joined96", 32),
+        ("1999x512:fp32+joined128", 64),
+        ("9999x1024:bf16+joined128+interleaved", 64),
     ],
 )
 @pytest.mark.parametrize("name", ROTATED)
@@ -56,7 +62,12 @@ def test_kernels_of_heads_are_accurate_and_repeat_their_bits(
     here: Target, name: str, shape: str, threads_per_row: int, pipeline: str
 ) -> None:
     problem = Problem.parse(shape, name)
-    knobs = {"threads_per_row": threads_per_row, "rows_per_cta": 8, "strategy": strategy_of(name)}
+    teams = max(1, 256 // max(32, threads_per_row))
+    knobs = {
+        "threads_per_row": threads_per_row,
+        "rows_per_cta": teams,
+        "strategy": strategy_of(name),
+    }
     v = plain_variant(problem, here, **knobs, **PIPELINES[pipeline])
     compiled = compile_variant(v, here.arch)
     assert compiled.error == "" and compiled.spills == 0
@@ -70,12 +81,12 @@ def test_kernels_of_heads_are_accurate_and_repeat_their_bits(
 @pytest.fixture(scope="module")
 def functions(here: Target, tmp_path_factory: pytest.TempPathFactory) -> RotatedFunctions:
     """The functions of a package for each direction, of heads of 128 columns in bf16: all of them
-    rotated, also as neighbours, or 32."""
+    rotated, also as neighbours, or 32; and of rows of four heads of 32."""
     folder = tmp_path_factory.mktemp("rope")
 
     def source(name: str) -> Source | str:
         knobs = {"threads_per_row": 16, "rows_per_cta": 8, "strategy": strategy_of(name)}
-        rotations = ("", "+offset", "+rotary32", "+interleaved")
+        rotations = ("", "+offset", "+rotary32", "+interleaved", "+joined32")
         kinds = [f"{weight}{rotation}" for weight in ("", ":fp32") for rotation in rotations]
         problems = [Problem.parse(f"{name}:4096x128:bf16{kind}") for kind in kinds]
         entries = [planted_entry(problem, here, **knobs) for problem in problems]
@@ -129,13 +140,35 @@ def test_queries_and_keys_of_a_projection_are_those_of_the_formula(
     exact_leaves = [leaf.detach().double().requires_grad_() for leaf in leaves]
     halves = [one[..., : columns // 2].double().unsqueeze(-2) for one in (cos, sin)]
     q, k, v = parts_of(exact_leaves[0], 32, 8)
-    rest, of_both = (*halves, 1e-6, offset, interleaved), zip((q, k), exact_leaves[1:], strict=True)
-    exact = [formula(x, w, *rest) for x, w in of_both]
+    rest, of_both = (*halves, 1e-6, offset), zip((q, k), exact_leaves[1:], strict=True)
+    exact = [formula(x, w, *rest, interleaved=interleaved) for x, w in of_both]
     check(found, [*exact, v])
     dy = [randn(*part.shape) for part in found]
     wide_dy = [one.double() for one in dy]
     expected = torch.autograd.grad([*exact, v], exact_leaves, wide_dy)
     check(torch.autograd.grad(found, leaves, dy), expected)
+
+
+@pytest.mark.parametrize("of_turns", [BF16, torch.float32])
+@pytest.mark.parametrize("shape", [(3, 70), (1, 70), (3, 1)])
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.usefixtures("deterministic", "served_by_kernels")
+def test_rows_of_heads_are_those_of_the_formula(
+    functions: RotatedFunctions, wide: bool, shape: tuple[int, ...], of_turns: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    qk, weight = randn(3, 70, 256), randn(128, dtype=torch.float32 if wide else BF16)
+    leaves = [qk.requires_grad_(), weight.requires_grad_()]
+    cos, sin = turns(*shape, dtype=of_turns, columns=32)
+    y = functions.rms_norm_rope(qk[..., 128:], weight, cos, sin, heads=4)
+    exact_leaves = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    halves = [one[..., :16].double().unsqueeze(-2) for one in (cos, sin)]
+    rows = exact_leaves[0][..., None, 128:]
+    exact = formula(rows, exact_leaves[1], *halves, 1e-6, 0.0, joined=True).squeeze(-2)
+    check([y], [exact])
+    dy = randn(*y.shape)
+    expected = torch.autograd.grad(exact, exact_leaves, dy.double())
+    check(torch.autograd.grad(y, leaves, dy), expected)
 
 
 @pytest.mark.usefixtures("deterministic", "served_by_kernels")

@@ -26,6 +26,8 @@ from tests.support.library_functions import (
     Kernels,
     check_rounded_once,
     gradients,
+    repeated,
+    rotate_half,
     turns,
 )
 
@@ -38,11 +40,6 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]
     torch.manual_seed(sum(shape))
     made = [torch.randn(*shape, dtype=dtype), torch.rand(D, dtype=dtype) + 0.5]
     return [one.requires_grad_() for one in made]
-
-
-def rotate_half(x: torch.Tensor) -> torch.Tensor:
-    first, second = x.chunk(2, -1)
-    return torch.cat((-second, first), -1)
 
 
 def written_out(
@@ -68,10 +65,7 @@ def check(found: Any, wanted: Any) -> None:
     torch.testing.assert_close(found, wanted)
 
 
-REPEATED = [(B, S), (1, S), (S,), (B, 1), (1, 1), (1,), ()]
-
-
-@pytest.mark.parametrize("shape", REPEATED)
+@pytest.mark.parametrize("shape", repeated(B, S))
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("columns", [D, D // 2, 2])
 @pytest.mark.parametrize(("interleaved", "offset"), [(False, 0.0), (True, 0.0), (False, 1.5)])
@@ -281,7 +275,7 @@ def test_it_says_which_kernel_serves_or_why_none_does(forward: bool) -> None:
 def test_a_package_that_is_named_by_a_path_with_a_plus_has_a_form() -> None:
     named = RotatedFunctions(lambda _: "no kernels", "/home/c++/of a test")
     form = SERVED("/home/c++/of a test+interleaved")
-    assert SERVED("/home/c++/of a test") is named and form.interleaved
+    assert SERVED("/home/c++/of a test") is named and form.flags == {"interleaved": True}
 
 
 def test_a_form_is_made_again_behind_a_package_that_is_loaded_again() -> None:
@@ -293,7 +287,7 @@ def test_a_form_is_made_again_behind_a_package_that_is_loaded_again() -> None:
     assert SERVED("of a test+interleaved") is form and pickle.loads(pickle.dumps(form)) is form
     other = RotatedFunctions(no_kernels, "of a test")
     assert SERVED("of a test+interleaved") is not form
-    assert (one.interleaved, other.interleaved, form.interleaved) == (False, False, True)
+    assert (one.flags, other.flags, form.flags) == ({}, {}, {"interleaved": True})
     with pytest.raises(RuntimeError, match="no package 'of a test\\+backwards'"):
         SERVED("of a test+backwards")
 
@@ -328,7 +322,7 @@ def test_kernels_serve_both_directions_of_heads_where_they_lie(
     check([leaf.grad for leaf in leaves], list(exact))
     names = [name for name, _ in seen]
     assert names == ["rmsnorm_rope_forward"] * 2 + ["rmsnorm_rope_backward"] * 2
-    assert [tensors["interleaved"] for _, tensors in seen] == [interleaved] * 4
+    assert [tensors.get("interleaved", False) for _, tensors in seen] == [interleaved] * 4
     for at, (_, tensors) in zip((0, 4 * D), seen, strict=False):
         assert tensors["x"].data_ptr() == qkv[..., at:].data_ptr()
         assert tensors["cos"].data_ptr() == cos.data_ptr()

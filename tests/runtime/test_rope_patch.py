@@ -16,7 +16,7 @@ from torch._dynamo.testing import CompileCounter
 
 import normforge
 from normforge.api import Package
-from normforge.rope_packages import functions
+from normforge.frontends.rope import RotatedFunctions
 from normforge.serve.rows import RowServer
 from tests.support import attention_classes
 from tests.support.attention_classes import (
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("fresh")
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shapes of what `rms_norm_rope` serves in plain eager code."""
-    return spied(monkeypatch, functions, "forward", lambda x, *_: tuple(x.shape))
+    return spied(monkeypatch, RotatedFunctions, "forward", lambda _, x, *__: tuple(x.shape))
 
 
 def turns(width: int = WIDTH, batch: int = 1, dtype: torch.dtype = torch.float32) -> Any:
@@ -55,17 +55,24 @@ def results(model: Any, of_turns: Any) -> list[torch.Tensor]:
 
 
 NAMES = ["q_norm", "k_norm", ""]
-COLUMNS = {Attention: WIDTH, GemmaAttention: WIDTH, GatedAttention: WIDTH // 4}
+COLUMNS = {
+    Attention: WIDTH,
+    GemmaAttention: WIDTH,
+    GatedAttention: WIDTH // 4,
+    WholeNormAttention: WIDTH,
+}
 """Columns of a head that are rotated."""
 
 
+@pytest.mark.parametrize("kind", [Attention, WholeNormAttention])
 @pytest.mark.parametrize("name", ["q_norm", "k_norm"])
-def test_a_norm_that_became_another_module_is_called(name: str) -> None:
-    plain, fused = filled(Attention()), filled(Attention())
+def test_a_norm_that_became_another_module_is_called(name: str, kind: Any) -> None:
+    plain, fused = filled(kind()), filled(kind())
     normforge.patch(plain)
     assert normforge.patch(fused, fuse=True) == NAMES
     for model in (plain, fused):
-        setattr(model, name, filled(torch.nn.LayerNorm(WIDTH)))
+        width = len(getattr(model, name).weight)
+        setattr(model, name, filled(torch.nn.LayerNorm(width)))
     check(results(fused, turns()), results(plain, turns()))
 
 
@@ -100,7 +107,9 @@ def test_queries_and_keys_are_normalized_and_rotated_at_once(
     assert normforge.patch(model, fuse=True) == NAMES
     served.clear()  # it was tried
     check(results(model, of_turns), wanted)
-    assert served == [(B, S, attention_classes.HEADS, WIDTH), (B, S, attention_classes.KEYS, WIDTH)]
+    heads = (attention_classes.HEADS, attention_classes.KEYS)
+    joined = kind is WholeNormAttention
+    assert served == [(B, S, 1, one * WIDTH) if joined else (B, S, one, WIDTH) for one in heads]
     assert isinstance(model, kind)
     assert model.state_dict().keys() == state.keys()
     assert "by Normforge" in repr(model).splitlines()[1]
@@ -139,7 +148,7 @@ def test_narrow_rows_are_rounded_once(kind: Any, served: list[Any]) -> None:
     narrow = filled(kind()).bfloat16()
     of_turns = turns(COLUMNS[kind], dtype=torch.bfloat16)
     exact, wide = copy.deepcopy(narrow).double(), [one.double() for one in of_turns]
-    if kind is not Attention:
+    if kind in (GemmaAttention, GatedAttention):
         for norm in (exact.q_norm, exact.k_norm):
             norm.forward = lambda x, norm=norm: torch.nn.functional.rms_norm(
                 x, (WIDTH,), 1.0 + norm.weight, norm.eps
@@ -259,6 +268,20 @@ def test_compiled_models_have_no_more_graphs_than_before(kind: Any, by_layer: bo
     check(found, wanted)
 
 
+def test_a_rotation_that_keeps_the_dtype_of_its_rows_may_have_wider_numbers(
+    served: list[Any],
+) -> None:
+    """OLMo's, whose cos and sin are fp32."""
+    kind = with_globals(apply_rotary_pos_emb=attention_classes.apply_rotary_in_its_dtype)
+    models = [filled(kind()).bfloat16(), filled(kind()).bfloat16()]
+    assert normforge.patch(models[0], fuse=True) == NAMES
+    served.clear()
+    found, wanted = (heads_of(model, turns(), torch.bfloat16) for model in models)
+    assert [one.dtype for one in (*found, *wanted)] == [torch.bfloat16] * 4
+    assert len(served) == 2
+    torch.testing.assert_close(found, wanted, rtol=0.02, atol=0.02)
+
+
 # ---- What is left alone --------------------------------------------------------------------------
 
 
@@ -298,9 +321,29 @@ def with_closure() -> type:
     return Closed
 
 
+def with_norms(of_queries: int, of_keys: int) -> Any:
+    class Wide(Attention):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q_norm, self.k_norm = (self.norm(width) for width in (of_queries, of_keys))
+
+    return Wide
+
+
+def joined_in_part() -> Any:
+    class Part(WholeNormAttention):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config.partial_rotary_factor = 0.5
+
+    return Part
+
+
 FORWARD = "its forward is not q_norm, k_norm and then apply_rotary_pos_emb"
 LEFT: dict[str, tuple[Callable[[], Any], str]] = {
-    "norms of all heads": (lambda: WholeNormAttention, "its norms are not those of single heads"),
+    "norms of some heads": (partial(with_norms, 24, 16), "its norms are neither those of single"),
+    "two ways of norms": (partial(with_norms, 64, 16), "it raises an error on the CPU"),
+    "a part of joined heads": (joined_in_part, "it normalizes all heads together, and rotates a"),
     "two kinds of norms": (lambda: MixedAttention, "its norms do not both compute"),
     "other norms": (centred, "its norms do not both compute"),
     "something in between": (lambda: ScaledAttention, "it computes something else"),
@@ -356,7 +399,7 @@ def test_heads_without_a_kernel_are_left_alone_on_a_gpu(
 
     def explain(_: RowServer, *given: Any, rotation: str, offset: bool) -> dict[str, Any]:
         asked.append((*given[1:], rotation, offset))
-        missing = given[1:] == (16, "fp32", "fp32") or rotation or offset
+        missing = given[1:] == (16, "fp32", "fp32") or (rotation and given[1] != 64) or offset
         return {"kernel": None if missing else "some"}
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -366,14 +409,18 @@ def test_heads_without_a_kernel_are_left_alone_on_a_gpu(
         assert normforge.patch(Attention().bfloat16(), fuse=True) == NAMES
         assert normforge.patch(GemmaAttention().bfloat16(), fuse=True) == NAMES
         assert normforge.patch(GatedAttention().bfloat16(), fuse=True) == NAMES[:2]
+        assert normforge.patch(WholeNormAttention().bfloat16(), fuse=True) == NAMES[:2]
     assert "no kernel of rms_norm_rope serves heads of 16 columns here" in caplog.text
     assert "serves heads of 16 columns, 4 of them rotated, here" in caplog.text
+    assert "serves rows of 32 columns in heads of 16 columns here" in caplog.text
     whole = [("fp32", "fp32", ""), *[("bf16", "bf16", "")] * 2]
     wanted = [(16, *asked_of, False) for asked_of in whole]
     # What an offset is added to has no kernel here, and the sum of both is asked for.
     of_gemma = [(16, "bf16", "bf16", "", True), (16, "bf16", "fp32", "", False)] * 2
     of_part = [(16, "bf16", "bf16", "rotary4", True), (16, "bf16", "fp32", "rotary4", False)]
-    assert asked == [*wanted, *of_gemma, *of_part]
+    of_rows = [(64, "bf16", "bf16", "joined16", False)] * 2
+    of_rows += [(32, "bf16", "bf16", "joined16", False)]
+    assert asked == [*wanted, *of_gemma, *of_part, *of_rows]
 
 
 def test_other_packages_fuse_nothing(package: Package, caplog: pytest.LogCaptureFixture) -> None:
@@ -392,6 +439,8 @@ ROTATED: dict[str, dict[str, Any]] = {
     "Glm4Moe": {"use_qk_norm": True, "first_k_dense_replace": 2},  # rotates half of the columns
     "Qwen3_5": WITH_ATTENTION,  # and these a quarter
     "Qwen3Next": {**WITH_ATTENTION, "mlp_only_layers": [0, 1]},
+    "Olmo2": {},
+    "Olmo3": {},
 }
 """The models whose attention is served, and what else they are made with."""
 
@@ -400,28 +449,24 @@ def small_model(name: str) -> Any:
     return model_of(name, head_dim=16, **ROTATED.get(name, {}))
 
 
-@pytest.mark.parametrize("name", [*ROTATED, "Olmo2", "Olmo3"])
-def test_models_of_transformers(
-    name: str, served: list[Any], caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("name", ROTATED)
+def test_models_of_transformers(name: str, served: list[Any]) -> None:
     model, ids = small_model(name), torch.randint(1, 32, (2, 9))
 
     wanted = step(model, ids)
-    with caplog.at_level("INFO"):
-        names = [n for n in normforge.patch(model, fuse=True) if n.endswith("self_attn")]
+    names = [n for n in normforge.patch(model, fuse=True) if n.endswith("self_attn")]
     served.clear()
     torch.testing.assert_close(step(model, ids), wanted, rtol=1e-3, atol=1e-4)
-    if name.startswith("Olmo"):
-        assert names == served == []
-        assert "OLMo 2 and 3 normalize all heads together" in caplog.text
-    else:
-        assert names == [f"model.layers.{i}.self_attn" for i in range(2)]
-        assert served == [(2, 9, 4, 16), (2, 9, 2, 16)] * 2
+    assert names == [f"model.layers.{i}.self_attn" for i in range(2)]
+    joined = name.startswith("Olmo")
+    assert (
+        served == ([(2, 9, 1, 64), (2, 9, 1, 32)] if joined else [(2, 9, 4, 16), (2, 9, 2, 16)]) * 2
+    )
     normforge.unpatch(model)
     assert equal_bits(step(model, ids), wanted)
 
 
-@pytest.mark.parametrize("name", ["Qwen3", "Gemma3", "Qwen3Next"])
+@pytest.mark.parametrize("name", ["Qwen3", "Gemma3", "Qwen3Next", "Olmo2"])
 def test_models_of_transformers_generate_as_before(name: str) -> None:
     model, ids = small_model(name).eval(), torch.randint(1, 32, (2, 9))
     given = {"max_new_tokens": 5, "do_sample": False}
@@ -430,7 +475,7 @@ def test_models_of_transformers_generate_as_before(name: str) -> None:
     assert torch.equal(model.generate(ids, **given), wanted)
 
 
-@pytest.mark.parametrize("name", ["Qwen3", "Gemma3", "Glm4Moe"])
+@pytest.mark.parametrize("name", ["Qwen3", "Gemma3", "Glm4Moe", "Olmo2"])
 def test_models_of_transformers_compile_into_as_many_graphs(name: str) -> None:
     ids = torch.randint(1, 32, (2, 9))
 

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from generator.errors import NormforgeError
 from generator.kernels.knobs import KNOBS
 from generator.kernels.variant import make_variant
-from generator.problem import Problem, load_problems
+from generator.problem import Problem
+from generator.shape_lists import load_problems
 from generator.space import load
 from generator.space.expressions import Names
 from generator.space.legal_configs import LegalConfigs

@@ -129,12 +129,34 @@ class GemmaAttention(Attention):
         return self.o_proj(y.reshape(*hidden_states.shape[:-1], -1)), scores
 
 
+def apply_rotary_in_its_dtype(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+    return tuple(y.to(q.dtype) for y in apply_rotary_pos_emb(q, k, cos, sin))
+
+
 class WholeNormAttention(Attention):
     """OLMo's: the norms are over all heads."""
 
     def __init__(self) -> None:
         super().__init__()
         self.q_norm, self.k_norm = PlainRMSNorm(HEADS * WIDTH), PlainRMSNorm(KEYS * WIDTH)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        q = self.q_norm(self.q_proj(hidden_states))
+        k = self.k_norm(self.k_proj(hidden_states))
+        v = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+        q, k = q.view(shape).transpose(1, 2), k.view(shape).transpose(1, 2)
+        cos, sin = position_embeddings
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        attend = ATTENTIONS.get(self.config._attn_implementation, eager_attention_forward)
+        y, scores = attend(self, q, k, v, attention_mask, scaling=WIDTH**-0.5, **kwargs)
+        return self.o_proj(y.reshape(*hidden_states.shape[:-1], -1)), scores
 
 
 class MixedAttention(Attention):

@@ -171,3 +171,14 @@ class Kernels:
     def __call__(self, tensors: Any, *offset: float, **how: Any) -> Any:
         self._seen.append((self._name, tensors))
         return self._server(tensors, *offset, **how)
+
+
+def rotate_half(x: torch.Tensor) -> torch.Tensor:
+    """As code of models has it."""
+    first, second = x.chunk(2, -1)
+    return torch.cat((-second, first), -1)
+
+
+def repeated(batch: int, tokens: int) -> list[tuple[int, ...]]:
+    """Return the shapes of numbers that are repeated for some of (batch, tokens)."""
+    return [(batch, tokens), (1, tokens), (tokens,), (batch, 1), (1, 1), (1,), ()]

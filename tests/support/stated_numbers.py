@@ -30,7 +30,7 @@ from generator.evaluate.verify import determinism
 from generator.kernels import compile_pool
 from generator.package import fallback_kernels
 from generator.paths import REPOSITORY, template_named
-from generator.problem import Problem, load_problems
+from generator.problem import Problem
 from generator.search import (
     budget,
     choose_winner,
@@ -42,6 +42,7 @@ from generator.search import (
     starts,
     surrogate,
 )
+from generator.shape_lists import load_problems
 from generator.space import expressions
 from generator.studies import outage, postgres, work_queue
 from generator.tuner import device_pool, lifecycle, task_runner

@@ -16,8 +16,9 @@ import torch
 
 from generator.errors import NormforgeError
 from generator.evaluate.gpu.protocol import NoGpuError
-from generator.problem import Problem, load_problems
+from generator.problem import Problem
 from generator.result import Result
+from generator.shape_lists import load_problems
 from generator.studies.records import Record, Winner
 from generator.studies.storage import open_storage
 from generator.studies.study_log import StudyLog

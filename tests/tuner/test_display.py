@@ -9,9 +9,10 @@ from typing import TextIO
 
 import pytest
 
-from generator.problem import Problem, load_problems
+from generator.problem import Problem
 from generator.result import Result
 from generator.search.budget import Progress
+from generator.shape_lists import load_problems
 from generator.studies.records import Winner
 from generator.tuner import display
 from generator.tuner.display import Status, table

@@ -1,0 +1,161 @@
+"""RMSNorm of rows of several heads, each of which is rotated, and its backward, in the emulator:
+pipelines, strategies, clusters and ways to a partner against float64."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from generator.emulate import check_variant, find_compiler
+from generator.emulate.check import CPU, check_source, small_launch
+from generator.kernels.render import render
+from generator.operations import OPERATIONS
+from generator.problem import Problem
+from generator.target import Target
+from tests.support.emulator import run_to_one_result, small, small_variant
+from tests.support.rotated import BACKWARD, FORWARD, PIPELINES, fault_of, of_heads, of_name
+from tests.support.samples import DETERMINISTIC, space_of
+
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("pipeline", PIPELINES)
+@pytest.mark.parametrize("reduction", DETERMINISTIC)
+def test_deterministic_reduction_gives_one_set_of_right_bits(
+    reduction: str, pipeline: str, target: Target
+) -> None:
+    shape = f"{BACKWARD}:42x1024:bf16+joined128"
+    variant = small_variant(shape, reduction, target, **PIPELINES[pipeline])
+    check = check_variant(variant, Problem.parse(shape), schedules=20, seed=2026, all_rows=True)
+    assert check.problems == ()
+    assert (check.schedules, check.distinct_results) == (20, 1)
+    assert check.errors.keys() == {"dx", "dw"}
+
+
+@pytest.mark.parametrize(
+    ("shape", "threads_per_row"),
+    [
+        *(("61x1024:bf16+joined128", threads) for threads in (32, 64, 128)),  # a shuffle away
+        ("61x256:bf16+joined128", 8),  # read again: a head lies in more than the row's threads
+        ("61x1024:bf16+joined64", 32),
+        ("45x1280:bf16+joined128", 64),  # the last vectors of some threads have no columns
+        ("45x768:bf16+joined256", 32),
+        ("45x1024:fp16:fp32+offset+joined512", 64),  # read again: of two warps
+        ("61x384:bf16+joined96", 32),  # read again: no power of two
+        ("45x512:fp32+joined128", 128),
+        ("45x256:fp32:fp32+offset+joined64", 16),
+        ("70x64:bf16+joined32", 8),  # several rows in a warp
+        *(("61x1024:bf16+joined128+interleaved", threads) for threads in (32, 128)),
+        ("61x384:bf16+joined96+interleaved", 32),  # the numbers of each vector are others
+        ("45x256:fp32+offset+joined64+interleaved", 16),
+    ],
+)
+@of_name
+def test_rows_of_heads(name: str, shape: str, threads_per_row: int, target: Target) -> None:
+    problem = Problem.parse(shape, name)
+    variant = of_heads(problem, target, threads_per_row)
+    assert variant["threads_per_row"] == threads_per_row
+    assert check_variant(variant, problem, schedules=3, all_rows=True).problems == ()
+
+
+@pytest.mark.parametrize("head", [128, 4096])
+@of_name
+def test_a_cluster_shares_rows_of_heads(name: str, head: int, target: Target) -> None:
+    """Also where a CTA has a part of a head, and partners are another CTA's."""
+    pairs = "+interleaved" * (head == 128)
+    for cluster, of_pairs in ((2, ""), (4, ""), (2, pairs)):
+        problem = Problem.parse(f"37x8192:bf16+joined{head}{of_pairs}", name)
+        variant = small(problem, target, cluster=cluster, threads_per_row=256)
+        assert check_variant(variant, problem, schedules=3, all_rows=True).problems == ()
+
+
+@of_name
+def test_shuffled_partners_are_those_that_are_read(name: str, target: Target) -> None:
+    problem = Problem.parse("61x1024:bf16+joined128", name)
+    variant = of_heads(problem, target, 64)
+    source = render(variant)
+    read_again = source.replace("kColumns % kHead == 0 &&", "kVectors < 0 &&")
+    assert read_again != source
+    assert "kPartnersInWarp" in source
+    spec, launch = small_launch(variant, problem.M)
+    assert check_source(read_again, spec, launch, problem, schedules=3).problems == ()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "groups"), [(1, 70), (1, 14), (5, 14)])
+@of_name
+def test_rows_share_numbers_of_either_dtype(
+    name: str, rows: int, groups: int, dtype: torch.dtype, target: Target
+) -> None:
+    """The numbers repeat where they are fewer than rows, as those of a sequence in a batch."""
+    problem = Problem.parse("70x512:bf16+joined128", name)
+    given = OPERATIONS[name].make_inputs(problem, CPU)
+    assert given.heads == 1
+    generator = torch.Generator().manual_seed(rows)
+    cos, sin = (torch.randn(groups, 64, generator=generator).to(dtype) for _ in range(2))
+    inputs = replace(given, cos=cos, sin=sin, heads=rows)
+    variant = of_heads(problem, target, 32)
+    assert fault_of(variant, problem, inputs) == ""
+    other = run_to_one_result(variant, replace(inputs, cos=cos * 1.5))
+    found = run_to_one_result(variant, inputs)
+    assert not any(torch.equal(found[out], other[out]) for out in found)
+
+
+BF16, FP32, ODD = ("512:bf16+joined128", 32), ("256:fp32+joined128", 16), ("384:bf16+joined192", 32)
+PAIRS, ODD_PAIRS = ("512:bf16+joined128+interleaved", 32), ("384:bf16+joined96+interleaved", 32)
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "found", "of"),
+    [
+        (FORWARD, "column % kHalf", "column % kHead", r"reads \d+ bytes at (cos|sin)\[", BF16),
+        (FORWARD, "rows.column(j) % kHead < kHalf", "rows.column(j) < kHalf", r"y\[", BF16),
+        (BACKWARD, "rows.column(j) % kHead < kHalf", "rows.column(j) < kHalf", r"dx\[", BF16),
+        (BACKWARD, "kHeadVectors / 2)", "1)", r"dx\[.* are off", BF16),
+        (BACKWARD, "kElements % kHalf == 0 ? 1", "kElements > 0 ? 1", r"dx\[.* are off", ODD),
+        (FORWARD, "kThreadsPerRow % kHeadVectors == 0 &&", "", r"y\[.* are off", FP32),
+        (FORWARD, "column % kHead < kHalf ? column + kHalf", "false ? 0", r"reads|y\[", FP32),
+        (FORWARD, "column % kHead / 2", "column / 2", r"reads \d+ bytes at (cos|sin)\[", PAIRS),
+        (BACKWARD, "kElements % kHead == 0 ? 1", "kElements > 0 ? 1", r"dx\[", ODD_PAIRS),
+    ],
+)
+def test_planted_wrong_kernel_is_caught(
+    name: str, old: str, new: str, found: str, of: tuple[str, int], target: Target
+) -> None:
+    columns, threads_per_row = of
+    problem = Problem.parse(f"45x{columns}", name)
+    variant = of_heads(problem, target, threads_per_row)
+    source = render(variant)
+    assert old in source
+    spec, launch = small_launch(variant, problem.M)
+    check = check_source(source.replace(old, new), spec, launch, problem, schedules=3)
+    assert any(re.search(found, said) for said in check.problems), check.problems
+
+
+def test_it_is_what_olmo_computes(target: Target) -> None:
+    """A norm of the whole row, then rotate_half of each head, as model code has it."""
+    problem = Problem.parse("64x512:fp32+joined128", FORWARD)
+    inputs = OPERATIONS[FORWARD].make_inputs(problem, CPU)
+    found = run_to_one_result(of_heads(problem, target, 32), inputs)["y"].double()
+    n = torch.nn.functional.rms_norm(inputs.x.double(), (512,), inputs.weight.double(), inputs.eps)
+    heads = n.view(64, 4, 128)
+    cos, sin = (torch.cat((one, one), -1).double()[:, None] for one in (inputs.cos, inputs.sin))
+    first, second = heads.chunk(2, -1)
+    wanted = heads * cos + torch.cat((-second, first), -1) * sin
+    torch.testing.assert_close(found, wanted.view(64, 512), rtol=1e-5, atol=1e-5)
+
+
+@of_name
+def test_half_a_head_that_is_no_whole_number_of_vectors_is_refused(
+    name: str, target: Target
+) -> None:
+    problem = Problem.parse("4096x144:bf16+joined36", name)
+    known = of_heads(replace(problem, rotation="joined48"), target, 8).config
+    space = space_of(name)
+    rejection = space.reject(space.normalize(known, problem, target), problem, target)
+    assert rejection is not None and rejection.rule == "pairs"
+    assert "half of 36 rotated columns is no whole number of vectors of 8" in rejection.sentence

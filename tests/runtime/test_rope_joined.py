@@ -1,0 +1,234 @@
+"""`rms_norm_rope` of rows of several heads, which are normalized together: the formula on the CPU,
+and what kernels are asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from normforge import rms_norm_rope
+from normforge.frontends.rope import RotatedFunctions
+from normforge.frontends.rope_node import (
+    SERVED,
+    formula,
+    rms_norm_rope_backward,
+    rms_norm_rope_forward,
+)
+from normforge.operations import ROTATED
+from normforge.rope import explain
+from tests.support.library_functions import (
+    EPS,
+    HEAD,
+    B,
+    Kernels,
+    check_rounded_once,
+    gradients,
+    repeated,
+    rotate_half,
+    turns,
+)
+
+S, D, H = 5, HEAD, 3
+JOINED = "*/rope+joined"
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    """x of H heads, and a weight."""
+    torch.manual_seed(sum(shape))
+    made = [torch.randn(*shape, H * D, dtype=dtype), torch.rand(H * D, dtype=dtype) + 0.5]
+    return [one.requires_grad_() for one in made]
+
+
+def written_out(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    eps: float = EPS,
+    interleaved: bool = False,
+    offset: float = 0.0,
+) -> torch.Tensor:
+    """OLMo's: the norm, then heads, then their rotation."""
+    n = torch.nn.functional.rms_norm(x, x.shape[-1:], weight + offset, eps)
+    heads = n.unflatten(-1, (H, D))
+    if interleaved:
+        half = D // 2
+        turned = torch.complex(cos[..., :half], sin[..., :half]).unsqueeze(-2)
+        pairs = torch.view_as_complex(heads.unflatten(-1, (half, 2)).contiguous()) * turned
+        return torch.view_as_real(pairs).reshape(x.shape)
+    turned = heads * cos.unsqueeze(-2) + rotate_half(heads) * sin.unsqueeze(-2)
+    return turned.flatten(-2)
+
+
+@pytest.mark.parametrize("shape", repeated(B, S))
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize(("interleaved", "offset"), [(False, 0.0), (True, 0.0), (False, 1.5)])
+def test_results_and_gradients_are_those_of_the_definition(
+    shape: tuple[int, ...], half: bool, interleaved: bool, offset: float
+) -> None:
+    given, (cos, sin) = drawn(B, S), turns(*shape)
+    seen = [one[..., : D // 2] if half else one for one in (cos, sin)]
+
+    def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return rms_norm_rope(x, weight, *seen, EPS, None, interleaved, offset, heads=H)
+
+    def wanted(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return written_out(x, weight, cos, sin, EPS, interleaved, offset)
+
+    torch.testing.assert_close(norm(*given), wanted(*given))
+    torch.testing.assert_close(gradients(norm, given), gradients(wanted, given))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("joined", [False, True])
+def test_second_derivatives_are_those_of_the_definition(interleaved: bool, joined: bool) -> None:
+    leaves, (cos, sin) = drawn(B, S), turns(S)
+    weight = leaves[1] if joined else leaves[1].detach()[:D].requires_grad_()
+
+    def slopes(y: torch.Tensor) -> torch.Tensor:
+        given = (y.square().sum(), [leaves[0], weight])
+        found = torch.autograd.grad(*given, create_graph=True)
+        return torch.autograd.grad(sum(one.square().sum() for one in found), leaves[0])[0]
+
+    if joined:
+        y = rms_norm_rope(leaves[0], weight, cos, sin, EPS, None, interleaved, heads=H)
+        wanted = written_out(leaves[0], weight, cos, sin, EPS, interleaved)
+    else:
+        heads = leaves[0].unflatten(-1, (H, D))
+        y = rms_norm_rope(heads, weight, cos, sin, EPS, None, interleaved)
+        wanted = formula(heads, weight, *halves(cos, sin), EPS, 0.0, interleaved=interleaved)
+    torch.testing.assert_close(slopes(y), slopes(wanted))
+
+
+def halves(*given: torch.Tensor) -> list[torch.Tensor]:
+    return [one[..., : D // 2].unsqueeze(-2) for one in given]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("of_turns", [torch.bfloat16, torch.float32])
+def test_results_are_rounded_once(dtype: torch.dtype, wide: bool, of_turns: torch.dtype) -> None:
+    x, weight = (one.detach().to(dtype).requires_grad_() for one in drawn(64))
+    weight = weight.detach().float().requires_grad_() if wide else weight
+    cos, sin = turns(64, dtype=of_turns)
+    check_rounded_once(
+        lambda *given: rms_norm_rope(*given, cos, sin, 1e-5, heads=H),
+        lambda *given: written_out(*given, cos.double(), sin.double(), 1e-5),
+        [x, weight],
+    )
+
+
+def test_one_head_is_a_row_of_its_own() -> None:
+    (x, _), of_turns = drawn(B, S), turns(S, columns=H * D)
+    weight = torch.rand(H * D, dtype=torch.float64)
+    found = rms_norm_rope(x, weight, *of_turns, heads=1)
+    assert torch.equal(found, rms_norm_rope(x.unsqueeze(-2), weight, *of_turns).squeeze(-2))
+
+
+def test_no_weight_stands_for_ones() -> None:
+    (x, _), of_turns = drawn(B, S), turns(S)
+    ones = torch.ones(H * D, dtype=torch.float64)
+    found = rms_norm_rope(x, None, *of_turns, heads=H)
+    assert torch.equal(found, rms_norm_rope(x, ones, *of_turns, heads=H))
+
+
+def test_the_operators_are_what_pytorch_asks_of_one() -> None:
+    x, dy = (torch.rand(7, 1, H * D) for _ in range(2))
+    for weight, package in ((torch.rand(H * D), JOINED), (None, f"{JOINED}+interleaved")):
+        cos, sin = (one[..., : D // 2].unsqueeze(-2).float() for one in turns(7))
+        given = (x, weight, cos, sin, 1e-6, 0.0, package)
+        torch.library.opcheck(rms_norm_rope_forward, given)
+        torch.library.opcheck(rms_norm_rope_backward, (dy, *given))
+
+
+def test_a_traced_graph_has_one_operator_for_each_direction() -> None:
+    leaves, of_turns = drawn(B, S, dtype=torch.float32), turns(S, dtype=torch.float32)
+
+    def run(*given: torch.Tensor) -> torch.Tensor:
+        return rms_norm_rope(*given, *of_turns, heads=H)
+
+    torch.compiler.reset()
+    traced = make_fx(lambda *given: gradients(run, list(given)))(*leaves)
+    targets = [node.target for node in traced.graph.nodes]
+    assert targets.count(rms_norm_rope_forward) == targets.count(rms_norm_rope_backward) == 1
+    torch.testing.assert_close(traced(*leaves), gradients(run, leaves))
+    torch.compiler.reset()
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*leaves), run(*leaves))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_kernels_serve_rows_where_they_lie(
+    interleaved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    form = SERVED(f"{JOINED}+interleaved" if interleaved else JOINED)
+    monkeypatch.setattr(form, "_servers", {name: Kernels(name, seen) for name in ROTATED})
+    qk = torch.randn(B, S, 2 * H * D, requires_grad=True)
+    weight = torch.rand(H * D, requires_grad=True)
+    cos, sin = turns(1, S, dtype=torch.float32)
+    x = qk[..., H * D :]
+    y = rms_norm_rope(x, weight, cos, sin, 1e-6, None, interleaved, heads=H)
+    y.sum().backward()
+    wanted = written_out(x, weight, cos, sin, 1e-6, interleaved)
+    torch.testing.assert_close(y, wanted)
+    torch.testing.assert_close(
+        [qk.grad, weight.grad], list(torch.autograd.grad(wanted.sum(), [qk, weight]))
+    )
+    assert [name for name, _ in seen] == ["rmsnorm_rope_forward", "rmsnorm_rope_backward"]
+    flags = {"joined": True, **({"interleaved": True} if interleaved else {})}
+    for _, tensors in seen:
+        assert tensors["x"].data_ptr() == x.data_ptr()
+        assert tensors["x"].shape == (B, S, 1, H * D)
+        assert tensors["cos"].shape == (1, S, 1, D // 2)
+        assert {name: tensors[name] for name in flags} == flags
+        assert ("interleaved" in tensors) is interleaved
+
+
+@pytest.mark.parametrize("forward", [False, True])
+def test_it_says_which_kernel_serves_or_why_none_does(forward: bool) -> None:
+    found = explain(16384, 96, "bf16", forward=forward, heads=3)
+    assert (found["how"], found["kernel"]) == ("none", None)
+    assert found["reason"].startswith("nothing like 16384x96:bf16+joined32 was tuned")
+
+
+def test_forms_of_a_form_are_forgotten_with_it() -> None:
+    def no_kernels(_: str) -> str:
+        return "no kernels"
+
+    RotatedFunctions(no_kernels, "of joined")
+    form = SERVED("of joined+joined+interleaved")
+    assert form.flags == {"joined": True, "interleaved": True}
+    assert SERVED("of joined+joined").flags == {"joined": True}
+    RotatedFunctions(no_kernels, "of joined")
+    assert SERVED("of joined+joined+interleaved") is not form
+
+
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"heads": 2.0}, TypeError, "heads must be an int or None, got float"),
+    ({"heads": True}, TypeError, "heads must be an int or None, got bool"),
+    ({"heads": 0}, ValueError, "x must be floating rows of 0 heads"),
+    (
+        {"heads": 5},
+        ValueError,
+        r"rows of 5 heads of an even number of columns, of shape \(\.\.\., ",
+    ),
+    ({"heads": H, "rotary_dim": 2}, ValueError, "rotary_dim must be None where heads is given"),
+    ({"heads": H, "weight": torch.ones(D)}, ValueError, r"weight must have shape \(24,\)"),
+    ({"heads": H, "x": torch.ones(B, S, H * D).int()}, ValueError, "x must be floating rows of 3"),
+    ({"heads": H, "cos": torch.ones(S, H * D)}, ValueError, "cos must have the shape .* a head"),
+]
+
+
+@pytest.mark.parametrize(("changed", "kind", "said"), BAD)
+def test_bad_arguments_get_one_sentence(
+    changed: dict[str, Any], kind: type[Exception], said: str
+) -> None:
+    cos, sin = turns(S, dtype=torch.float32)
+    given = {"x": torch.ones(B, S, H * D), "weight": None, "cos": cos, "sin": sin}
+    with pytest.raises(kind, match=said) as caught:
+        rms_norm_rope(**(given | changed))
+    assert "\n" not in str(caught.value)
