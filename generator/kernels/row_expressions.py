@@ -8,7 +8,7 @@ from normforge.operations.signature import Signature
 
 
 class Form(NamedTuple):
-    """What a fragment is made for, beside a signature. shifted: rows are no whole vectors; rotary:
+    """The kind of kernel that a fragment is for, beside a signature. shifted: rows are no whole vectors; rotary:
     so many columns of a row are rotated, 0 for all; interleaved: neighbours are pairs; joined: a
     row is heads of so many columns, 0 for one."""
 

@@ -84,9 +84,8 @@ def make_inputs(
             f"operation {operation.name}: forward() leaves {named_missing} to the incoming "
             f"gradient, which is exactly {count} tensor{'s' * (count != 'one')} of rows"
         )
-    first, *others = missing
-    found[first] = incoming
-    for name in others:
+    found[missing[0]] = incoming
+    for name in missing[1:]:
         found[name] = _drawn(torch.empty_like(incoming), generator)
     return inputs_class(**found, **late, offset=offset)
 

@@ -7,7 +7,7 @@ import random
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -163,9 +163,8 @@ def test_every_default_shape_can_be_tuned_on_every_gpu(gpu: str, space: Space) -
 
 @pytest.mark.parametrize("reduction", REDUCTION)
 def test_every_strategy_can_serve_every_shape_of_the_project(reduction: str, space: Space) -> None:
-    for problem in load_problems("default,tilegym,smoke"):
-        for gpu in ("h200", "gb200"):
-            assert space.sample(problem, find_target(gpu), random.Random(0), REDUCTION[reduction])
+    for problem, gpu in product(load_problems("default,tilegym,smoke"), ("h200", "gb200")):
+        assert space.sample(problem, find_target(gpu), random.Random(0), REDUCTION[reduction])
 
 
 def violation(rule: Rule) -> tuple[str, Names]:

@@ -174,7 +174,7 @@ class Kernels:
 
 
 def rotate_half(x: torch.Tensor) -> torch.Tensor:
-    """As code of models has it."""
+    """Return the columns of each pair as code of models has them."""
     first, second = x.chunk(2, -1)
     return torch.cat((-second, first), -1)
 
