@@ -37,8 +37,6 @@ class Package(NormPackage):
     """The module of the batch-invariant package for the same GPU; "" for the one beside this."""
     gated: str = ""
     """The module with the functions of gated norms, which `patch` serves, too; "" for none."""
-    rotated: str = ""
-    """The module with `rms_norm_rope`; "" for none."""
     _forward_class: ClassVar[type[Forward]] = Forward
     _norm_class: ClassVar[type[Norm]] = Norm
 
@@ -192,7 +190,7 @@ class Package(NormPackage):
         """
         names = patch(self._norm, model, casting)
         unfuse(model)
-        names += fuse_norms(self._norm, self.rotated, model, casting) if fuse else []
+        names += fuse_norms(self._norm, self.ops.rotated, model, casting) if fuse else []
         if not self.gated:
             log_left(model, "only normforge.gated.patch serves them beside this package")
             return names

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,36 +17,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 
 from .graph_values import (
-    VALUES,
+    add_call,
     are_alike,
-    fake_value,
     in_one_place,
     order_in_memory,
     same_size,
     value_of,
 )
 from .routes import MARK
+from .spellings import cast_of, kind, only_user, other_factor
 
 _aten = torch.ops.aten
-_SPELLINGS: dict[str, tuple[Any, ...]] = {
-    "cast": (
-        "to",
-        "float",
-        "half",
-        "bfloat16",
-        "type",
-        "type_as",
-        _aten._to_copy.default,
-        _aten.to.dtype,
-    ),
-    "square": ("square", torch.square, _aten.square.default),
-    "power": ("pow", torch.pow, operator.pow, _aten.pow.Tensor_Scalar),
-    "mean": ("mean", torch.mean, _aten.mean.dim),
-    "sum": ("add", torch.add, operator.add, _aten.add.Tensor, _aten.add.Scalar),
-    "rsqrt": ("rsqrt", torch.rsqrt, _aten.rsqrt.default),
-    "product": ("mul", torch.mul, operator.mul, _aten.mul.Tensor),
-}
-_KINDS = {spelling: kind for kind, spellings in _SPELLINGS.items() for spelling in spellings}
 
 
 class _Norm(NamedTuple):
@@ -74,7 +56,7 @@ def replace_decomposed(
     """
     replaced = 0
     for node in list(graph.nodes):
-        found = _read(node) if _kind(node) == "rsqrt" else None
+        found = _read(node) if kind(node) == "rsqrt" else None
         if found is None:
             continue
         x, weight, _, offset, nodes, _ = found
@@ -87,21 +69,12 @@ def replace_decomposed(
 
 
 def _replace(graph: torch.fx.Graph, norm: _Norm, operators: Any) -> None:
-    rms_norm, last = operators.rms_norm, norm.nodes[-1]
-    meta = {key: known for key, known in last.meta.items() if key not in VALUES}
+    last = norm.nodes[-1]
+    call = partial(add_call, graph, last)
     moved = norm.order != tuple(range(len(norm.order)))  # its result would be contiguous
-
-    def call(target: Any, *arguments: Any) -> Node:
-        made = graph.call_function(target, arguments)
-        made.meta = dict(meta)
-        value = fake_value(target, arguments)
-        if value is not None:
-            made.meta["val"] = value
-        return made
-
     with graph.inserting_before(last):
         x = call(_aten.permute.default, norm.x, norm.order) if moved else norm.x
-        item = call(operator.getitem, call(rms_norm, x, *norm[1:4], operators.package), 0)
+        item = call(operator.getitem, call(operators.rms_norm, x, *norm[1:4], operators.package), 0)
         if moved:
             back = tuple(norm.order.index(i) for i in range(len(norm.order)))
             item = call(_aten.permute.default, item, back)
@@ -117,16 +90,16 @@ def _read(rsqrt: Node) -> _Norm | None:
     eps, mean = _number_added(shifted)
     square = _mean_over_rows(mean)
     wide = _squared(square)
-    xhat = _only_user(rsqrt)
+    xhat = only_user(rsqrt)
     if wide is None or xhat is None:
         return None
     nodes = {square, mean, shifted, rsqrt, xhat}
     if any(getattr(value_of(n), "dtype", None) != torch.float32 for n in (wide, *nodes)):
         return None
     x = wide
-    if _cast(wide) is not None and nodes.issuperset(wide.users):
-        x, nodes = _cast(wide), nodes | {wide}
-    if _factor(xhat, rsqrt) not in (x, wide):
+    if cast_of(wide) is not None and nodes.issuperset(wide.users):
+        x, nodes = cast_of(wide), nodes | {wide}
+    if other_factor(xhat, rsqrt) not in (x, wide):
         return None
     for result, weight, offset, later in _results(x, xhat):
         run = _in_one_run(nodes | later, result)
@@ -140,13 +113,13 @@ def _results(x: Node, xhat: Node) -> Iterator[tuple[Node, Node | None, float, se
     """Yield the nodes that may be the result of a norm, last first, with the weight, its offset,
     and the nodes after xhat."""
     found: list[tuple[Node, Node | None, float, set[Node]]] = [(xhat, None, 0.0, set())]
-    while (node := _only_user(found[-1][0])) is not None:
+    while (node := only_user(found[-1][0])) is not None:
         last, weight, offset, later = found[-1]
-        factor = _factor(node, last)
+        factor = other_factor(node, last)
         scale = _scale(x, factor) if weight is None and factor is not None else None
         if scale is not None:
             weight, offset, later = scale[0], scale[1], later | scale[2]
-        elif _cast(node) is not last or value_of(node).dtype != value_of(x).dtype:
+        elif cast_of(node) is not last or value_of(node).dtype != value_of(x).dtype:
             break
         found.append((node, weight, offset, later | {node}))
     return reversed(found)
@@ -158,9 +131,9 @@ def _scale(x: Node, factor: Node) -> tuple[Node, float, set[Node]] | None:
     nodes = {factor}
     if weight is None:
         offset, weight, nodes = 0.0, factor, set()
-    if _cast(weight) is not None:
+    if cast_of(weight) is not None:
         nodes |= {weight}
-        weight = _cast(weight)
+        weight = cast_of(weight)
     rows, value = value_of(x), value_of(weight)
     if type(value) is not FakeTensor or value.dim() != 1 or value.device != rows.device:
         return None
@@ -200,43 +173,10 @@ def _may_be_replaced(x: Node, run: list[Node]) -> bool:
 # ---- One node ------------------------------------------------------------------------------------
 
 
-def _kind(node: Any) -> str | None:
-    """Return what a call computes, if it has no options that say otherwise."""
-    if not isinstance(node, Node) or node.op not in ("call_function", "call_method"):
-        return None
-    kind = _KINDS.get(node.target)
-    return kind if kind in ("cast", "mean") or not node.kwargs else None
-
-
-def _only_user(node: Node) -> Node | None:
-    users = list(node.users)
-    return users[0] if len(users) == 1 else None
-
-
-def _cast(node: Any) -> Any:
-    """Return the node that a node casts, on the same device; None for another node."""
-    if _kind(node) != "cast" or not node.args or not isinstance(node.args[0], Node):
-        return None
-    one, two = value_of(node.args[0]), value_of(node)
-    if not isinstance(one, torch.Tensor) or not isinstance(two, torch.Tensor):
-        return None
-    return node.args[0] if one.device == two.device else None
-
-
-def _factor(node: Any, other: Node) -> Any:
-    """Return the node that a product multiplies `other` with; None for another node, and for a
-    square."""
-    if _kind(node) != "product" or len(node.args) != 2 or other not in node.args:
-        return None
-    one, two = node.args
-    factor = two if one is other else one
-    return factor if isinstance(factor, Node) and factor is not other else None
-
-
 def _number_added(node: Any) -> tuple[Any, Any]:
     """The number and the node that a sum has, None for both of another node. The number may be a
     node for one that Dynamo keeps open."""
-    if _kind(node) != "sum" or len(node.args) != 2:
+    if kind(node) != "sum" or len(node.args) != 2:
         return None, None
     for number, term in (node.args, node.args[::-1]):
         known = isinstance(number, float | int) or isinstance(value_of(number), torch.SymFloat)
@@ -247,7 +187,7 @@ def _number_added(node: Any) -> tuple[Any, Any]:
 
 def _mean_over_rows(node: Any) -> Any:
     """Return the node of which a node takes the mean over the last dimension, which it keeps."""
-    if _kind(node) != "mean":
+    if kind(node) != "mean":
         return None
     given = dict(zip(("x", "dim", "keepdim"), node.args, strict=False)) | node.kwargs
     x, dim = given.pop("x", None), given.pop("dim", None)
@@ -259,8 +199,8 @@ def _mean_over_rows(node: Any) -> Any:
 
 
 def _squared(node: Any) -> Any:
-    if _kind(node) == "power":
+    if kind(node) == "power":
         return node.args[0] if node.args[1:] == (2,) else None
-    if _kind(node) == "product":
+    if kind(node) == "product":
         return node.args[0] if len({*node.args}) == 1 and len(node.args) == 2 else None
-    return node.args[0] if _kind(node) == "square" and len(node.args) == 1 else None
+    return node.args[0] if kind(node) == "square" and len(node.args) == 1 else None

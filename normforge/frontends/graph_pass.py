@@ -27,6 +27,7 @@ from .layouts import ask_for_layouts
 from .left import write_out
 from .library import VERSION, namespace
 from .operators import NormOperators, Operators
+from .rotations import fuse_rotations
 from .routes import MARK, getitems, is_tiny
 from .worth import Worth
 
@@ -209,9 +210,11 @@ def route_before_autograd(module: GraphModule, operators: NormOperators) -> None
         return
     is_routed = None if operators.invariant else Worth(operators)
     route(module, operators, written_out_only=True, is_routed=is_routed)
-    if is_routed is not None:
-        for each in graph_modules(module):
+    for each in graph_modules(module):
+        if is_routed is not None:
             write_out(each, is_routed)
+        if fuse_rotations(each.graph, operators):
+            each.recompile()
 
 
 def make_backend(operators: NormOperators, **inductor_configs: Any) -> Callable[..., Any]:

@@ -3,8 +3,8 @@ here fixes a symbol."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 from itertools import permutations
 from typing import Any
 
@@ -25,11 +25,6 @@ def value_of(node: Any) -> Any:
     if not isinstance(node, Node):
         return None
     return node.meta.get("val", node.meta.get("example_value"))
-
-
-def fake_mode_of(value: Any) -> Any:
-    """Return the mode of a fake tensor, as a context; an empty one for others."""
-    return getattr(value, "fake_mode", None) or nullcontext()
 
 
 def in_one_place(nodes: Iterable[Node]) -> bool:
@@ -81,14 +76,27 @@ def _is_dense(steps: Sequence[tuple[Any, Any]]) -> bool:
 
 
 def fake_value(target: Any, arguments: tuple[Any, ...]) -> Any:
-    """Return the result of a call on the values that make_fx left in its arguments; None without
+    """Return the result of a call on the values that tracing left in its arguments; None without
     them."""
-    values = [a.meta.get("val") if isinstance(a, Node) else a for a in arguments]
+    values = [value_of(a) if isinstance(a, Node) else a for a in arguments]
     missing = any(
         isinstance(a, Node) and value is None for a, value in zip(arguments, values, strict=True)
     )
     modes = [mode for value in values if (mode := getattr(value, "fake_mode", None)) is not None]
     if missing or not modes or any(mode is not modes[0] for mode in modes):
         return None
-    with modes[0]:
+    with torch.no_grad(), modes[0]:
         return target(*values)
+
+
+def add_call(graph: torch.fx.Graph, like: Node, target: Any, *arguments: Any) -> Node:
+    """Add a call where a graph inserts nodes, marked like another node, with its value where the
+    arguments have theirs."""
+    made = graph.call_function(target, arguments)
+    made.meta = {key: known for key, known in like.meta.items() if key not in VALUES}
+    traced = any("val" in a.meta for a in arguments if isinstance(a, Node))
+    item = target is operator.getitem and isinstance(value_of(arguments[0]), tuple)
+    value = value_of(arguments[0])[arguments[1]] if item else fake_value(target, arguments)
+    if value is not None:
+        made.meta["val" if traced else "example_value"] = value
+    return made

@@ -4,12 +4,13 @@ fused with what stands beside it."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from .graph_values import VALUES, fake_mode_of, value_of
+from .graph_values import add_call, value_of
 
 _aten = torch.ops.aten
 _NORMS = (torch.nn.functional.rms_norm, torch.rms_norm)
@@ -31,7 +32,7 @@ def write_out(module: GraphModule, is_routed: Callable[..., bool]) -> int:
         ):
             continue
         with graph.inserting_before(node):
-            made = _written_out(graph, node.meta, x, weight, given.get("eps"))
+            made = _written_out(graph, node, x, weight, given.get("eps"))
         made.meta = dict(node.meta)
         node.replace_all_uses_with(made)
         graph.erase_node(node)
@@ -50,19 +51,10 @@ def _is_plain(rows: Any, scale: Any, given: dict[str, Any]) -> bool:
     return len(given["normalized_shape"]) == 1
 
 
-def _written_out(
-    graph: torch.fx.Graph, meta: dict[str, Any], x: Node, weight: Node | None, eps: Any
-) -> Node:
+def _written_out(graph: torch.fx.Graph, node: Node, x: Node, weight: Node | None, eps: Any) -> Node:
     """Add the nodes that Inductor makes of PyTorch's norm. Returns the last."""
 
-    def call(target: Any, *arguments: Any) -> Node:
-        made = graph.call_function(target, arguments)
-        values = [value_of(one) if isinstance(one, Node) else one for one in arguments]
-        made.meta = {key: known for key, known in meta.items() if key not in VALUES}
-        with torch.no_grad(), fake_mode_of(values[0]):
-            made.meta["example_value"] = target(*values)
-        return made
-
+    call = partial(add_call, graph, node)
     number = torch.finfo(torch.float32).eps if eps is None else eps
     wide = call(_aten.to.dtype, x, torch.float32)
     mean = call(_aten.mean.dim, call(_aten.pow.Tensor_Scalar, wide, 2), [-1], True)

@@ -210,6 +210,8 @@ class Operators(NormOperators):
     routes = RMS_NORM_ROUTES
     kinds = RMS_NORM
     served: ClassVar[Served[Operators]] = Served()
+    rotated = ""
+    """The module with `rms_norm_rope`, into which a pass over a graph puts norms; "" for none."""
     rms_norm: ClassVar[Any]
     add_rms_norm: ClassVar[Any]
     rms_norm_and_add: ClassVar[Any]
@@ -271,10 +273,7 @@ _backward = implementation_of_backward(_served)
 Operators.rms_norm_backward = Operators.backward_operator = _define(
     "rms_norm_backward", _backward, fake_backward
 )
-decompose(
-    Operators.rms_norm,
-    lambda x, weight, eps, offset, package: norm_formula(x, weight, eps, offset),
-)
+decompose(Operators.rms_norm, lambda *given: norm_formula(*given[:-1]))
 decompose(
     Operators.add_rms_norm,
     lambda x, residual, weight, eps, offset, package: norm_formula(

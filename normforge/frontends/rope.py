@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..operations import RMSNORM_ROPE_BACKWARD, RMSNORM_ROPE_FORWARD, ROTATED
-from ..serve.options import SMALLEST_EPS
+from ..serve.options import DTYPES, SMALLEST_EPS
 from ..shape_names import rotation_name
 from ..torch_internals import float_of, served_dtype
 from .library import Served
@@ -26,7 +26,7 @@ from .rope_node import (
     rotated_norm,
 )
 from .rope_packed import packed_norms, parts_of
-from .row_functions import OneOperation, RowFunctions
+from .row_functions import OneOperation, RowFunctions, has_kernel, sizes_of
 
 
 class RotatedFunctions(RowFunctions):
@@ -107,7 +107,7 @@ class RotatedFunctions(RowFunctions):
         check_rotated(x, weight, cos, sin, eps, rotary_dim, interleaved, heads)
         weight, joined = served_dtype(weight, x), heads is not None
         of_turns = turns_of(x, cos, sin, columns_of(x.shape[-1], rotary_dim, heads))
-        rest = (*of_turns, eps, float(weight_offset), self._form(joined, interleaved))
+        rest = (*of_turns, eps, float(weight_offset), self.form_named(joined, interleaved))
         if not joined:
             return rotated_norm(x, weight, *rest)
         return rotated_norm(x.unsqueeze(-2), weight, *rest).squeeze(-2)
@@ -150,12 +150,37 @@ class RotatedFunctions(RowFunctions):
         check_rotated(k, k_weight, cos, sin, eps, rotary_dim)
         weights = (served_dtype(q_weight, qkv), served_dtype(k_weight, qkv))
         of_turns = turns_of(q, cos, sin, columns_of(q.shape[-1], rotary_dim))
-        rest = (of_queries, of_keys, eps, float(weight_offset), self._form(False, interleaved))
+        rest = (
+            of_queries,
+            of_keys,
+            eps,
+            float(weight_offset),
+            self.form_named(interleaved=interleaved),
+        )
         return packed_norms(qkv, *weights, *of_turns, *rest)
 
-    def _form(self, *flags: bool) -> str:
-        """Return the name that operators know a form of these functions by. flags: as in FORMS."""
-        return "+".join((self.name, *compress(FORMS, flags)))
+    def form_named(self, joined: bool = False, interleaved: bool = False) -> str:
+        """Return the name that operators know a form of these functions by."""
+        return "+".join((self.name, *compress(FORMS, (joined, interleaved))))
+
+    def serves(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        rotation: str,
+        offset: bool,
+        trains: bool,
+    ) -> bool:
+        """Return True if there are kernels for rows like x, which may be a fake of sizes that
+        tracing does not know. rotation: as shape_names.py has it; trains: backwards, too."""
+        scale = x if weight is None else weight
+        sizes, dtype = sizes_of(x), DTYPES.get(x.dtype, "")
+        if not x.is_cuda or not dtype or scale.dtype not in DTYPES or sizes is None:
+            return False
+        directions = (RMSNORM_ROPE_FORWARD, RMSNORM_ROPE_BACKWARD)[: 1 + trains]
+        asked = (*sizes, dtype, DTYPES[scale.dtype])
+        options: Any = {"offset": offset, "rotation": rotation}
+        return all(has_kernel(self.server(one), *asked, **options) for one in directions)
 
     def of_form(self, form: str) -> RotatedFunctions:
         """Return these functions in another form. Raises LookupError for one that is not in

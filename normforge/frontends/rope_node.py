@@ -12,7 +12,8 @@ from ..operations import RMSNORM_ROPE_BACKWARD
 from ..operations.formula import evaluate, wide_dtype
 from ..operations.rmsnorm_rope import rmsnorm_rope
 from ..torch_internals import is_batched, is_plain, transforms_active, watched
-from .library import Served, define
+from .gradients import autograd_of
+from .library import Served, define, differentiate
 from .row_nodes import applied, is_ours
 
 Gradients = tuple[torch.Tensor, "torch.Tensor | None"]
@@ -176,3 +177,12 @@ def rotated_norm(*given: Any) -> torch.Tensor:
         return _forward(*given)
     y: torch.Tensor = applied(RotatedNode, *given)
     return y
+
+
+def _by_formula(*given: Any) -> Any:
+    return formula(*given[:-1], **flags_of(given[-1]))
+
+
+differentiate(
+    rms_norm_rope_forward, autograd_of(rms_norm_rope_forward, _run, RotatedNode, _by_formula)
+)

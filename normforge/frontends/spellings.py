@@ -1,0 +1,92 @@
+"""Reads what single nodes of FX graphs compute, in whatever spelling: `x.float()` and
+`x.to(torch.float32)`, `a * b`, `a.mul(b)` and `torch.mul(a, b)`."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from .graph_values import value_of
+
+_aten = torch.ops.aten
+_SPELLINGS: dict[str, tuple[Any, ...]] = {
+    "cast": (
+        "to",
+        "float",
+        "half",
+        "bfloat16",
+        "type",
+        "type_as",
+        _aten._to_copy.default,
+        _aten.to.dtype,
+    ),
+    "square": ("square", torch.square, _aten.square.default),
+    "power": ("pow", torch.pow, operator.pow, _aten.pow.Tensor_Scalar),
+    "mean": ("mean", torch.mean, _aten.mean.dim),
+    "sum": ("add", torch.add, operator.add, _aten.add.Tensor, _aten.add.Scalar),
+    "rsqrt": ("rsqrt", torch.rsqrt, _aten.rsqrt.default),
+    "product": ("mul", torch.mul, operator.mul, _aten.mul.Tensor),
+    "negation": ("neg", torch.neg, operator.neg, "negative", torch.negative),
+    "cosine": ("cos", torch.cos),
+    "sine": ("sin", torch.sin),
+    "joined": (torch.cat, torch.concat, torch.concatenate),
+    "halves": ("chunk", torch.chunk),
+    "unsqueezed": ("unsqueeze", torch.unsqueeze),
+    "transposed": ("transpose", torch.transpose, "swapaxes", torch.swapaxes),
+    "permuted": ("permute", torch.permute, _aten.permute.default),
+    "viewed": ("view", "reshape", torch.reshape, "unflatten", torch.unflatten),
+}
+_KINDS = {spelling: kind for kind, spellings in _SPELLINGS.items() for spelling in spellings}
+_WITH_OPTIONS = ("cast", "mean", "joined", "halves", "unsqueezed", "transposed", "viewed")
+
+
+def kind(node: Any) -> str | None:
+    """Return what a call computes, if it has no options that say otherwise."""
+    if not isinstance(node, Node) or node.op not in ("call_function", "call_method"):
+        return None
+    found = _KINDS.get(node.target)
+    return found if found in _WITH_OPTIONS or not node.kwargs else None
+
+
+def only_user(node: Node) -> Node | None:
+    users = list(node.users)
+    return users[0] if len(users) == 1 else None
+
+
+def cast_of(node: Any) -> Any:
+    """Return the node that a node casts, on the same device; None for another node."""
+    if kind(node) != "cast" or not node.args or not isinstance(node.args[0], Node):
+        return None
+    one, two = value_of(node.args[0]), value_of(node)
+    if not isinstance(one, torch.Tensor) or not isinstance(two, torch.Tensor):
+        return None
+    return node.args[0] if one.device == two.device else None
+
+
+def other_factor(node: Any, other: Node) -> Any:
+    """Return the node that a product multiplies `other` with; None for another node, and for a
+    square."""
+    if kind(node) != "product" or len(node.args) != 2 or other not in node.args:
+        return None
+    one, two = node.args
+    found = two if one is other else one
+    return found if isinstance(found, Node) and found is not other else None
+
+
+def parts_joined(node: Any) -> list[Node] | None:
+    """Return the two tensors of which a node joins the columns."""
+    if kind(node) != "joined":
+        return None
+    parts = node.args[0] if node.args else None
+    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+    if not isinstance(parts, list | tuple) or len(parts) != 2 or dim not in last_dims(node):
+        return None
+    return [*parts] if all(isinstance(one, Node) for one in parts) else None
+
+
+def last_dims(node: Node) -> tuple[int, ...]:
+    value = value_of(node)
+    return (-1, value.dim() - 1) if isinstance(value, torch.Tensor) else (-1,)
