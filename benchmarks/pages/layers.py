@@ -22,18 +22,29 @@ def layers_with_sums() -> str:
     return _by_way(read("layers_h200")["layers"], read("layers_without_sums_h200")["layers"])
 
 
+def layers_rotated() -> str:
+    """Milliseconds of those kernels on an H200, since there are kernels for the heads of Gemma 3
+    and OLMo 2."""
+    return _by_way(read("layers_rotated_h200")["layers"], every=False)
+
+
 def layers_with_sums_h100() -> str:
     """Milliseconds of those kernels on an H100, which has no packages of its own for them."""
     return _by_way(read("layers_with_sums_h100")["layers"])
 
 
-def _by_way(found: dict[str, Any], before: dict[str, Any] | None = None) -> str:
+def _by_way(found: dict[str, Any], before: dict[str, Any] | None = None, every: bool = True) -> str:
+    """Tabulate models by ways. every: without ways in which a model was not measured."""
+
     def cell(model: str, way: str) -> str:
+        if way not in found[model]:
+            return ""
         time = f"{found[model][way]['others_ms']:.2f}"
         other = (before or {}).get(model, {}).get(way)
         return f"{time} ({other['others_ms']:.2f})" if other else time
 
-    ways = [way for way in WAYS if all(way in measured for measured in found.values())]
+    have = all if every else any
+    ways = [way for way in WAYS if have(way in measured for measured in found.values())]
     lines = [(WAYS[way].title, *(cell(model, way) for model in found)) for way in ways]
     return table(["ms per step", *(TITLES[model] for model in found)], lines)
 
@@ -107,14 +118,14 @@ def beside_neighbours() -> str:
     found = read("neighbours_h200")
     rows, packages = found["rows"], found["environment"]["packages"]
     lines, faster = [], []
-    for operation in dict.fromkeys(row["shape"].partition(":")[0] for row in rows):
-        own = [row["cells"] for row in rows if row["shape"].startswith(f"{operation}:")]
+    for kind in dict.fromkeys(_kind(row) for row in rows):
+        own = [row["cells"] for row in rows if _kind(row) == kind]
         cells = []
         for name in CONTENDERS:
             ratios = [one[name]["ratio"] for one in own if "ratio" in one.get(name, {})]
             some = f" ({len(ratios)})" if len(ratios) < len(own) else ""
             cells.append(f"{geometric_mean(ratios):.3f}{some}" if ratios else "")
-        lines.append((f"`{operation}`", str(len(own)), *cells))
+        lines.append((kind, str(len(own)), *cells))
     for row in rows:
         of = {n: c["ratio"] for n, c in row["cells"].items() if n in CONTENDERS and "ratio" in c}
         best = min(of, key=lambda name: of[name])
@@ -124,6 +135,12 @@ def beside_neighbours() -> str:
     tabulated = table(["time over the floor", "shapes", *CONTENDERS.values()], lines)
     said = f"Faster at {len(faster)} of {len(rows)} shapes: {'; '.join(faster)}."
     return f"{tabulated}\n\n{paragraph(said)}"
+
+
+def _kind(row: dict[str, Any]) -> str:
+    """Return what a row is tabulated as: an operation, or one of rows of several heads."""
+    operation, _, shape = row["shape"].partition(":")
+    return f"`{operation}`" + (" of all heads" if "+joined" in shape else "")
 
 
 def _since(shape: str, measured: dict[str, Any]) -> str:
@@ -142,6 +159,7 @@ def _since(shape: str, measured: dict[str, Any]) -> str:
 LAYERS_BLOCKS: dict[str, Callable[[], str]] = {
     "layers": layers,
     "layers_with_sums": layers_with_sums,
+    "layers_rotated": layers_rotated,
     "layers_with_sums_h100": layers_with_sums_h100,
     "fewer_instructions": fewer_instructions,
     "in_two_formats": in_two_formats,

@@ -8,9 +8,9 @@ from normforge.operations.signature import Signature
 
 
 class Form(NamedTuple):
-    """The kind of kernel that a fragment is for, beside a signature. shifted: rows are no whole vectors; rotary:
-    so many columns of a row are rotated, 0 for all; interleaved: neighbours are pairs; joined: a
-    row is heads of so many columns, 0 for one."""
+    """The kind of kernel that a fragment is for, beside a signature. shifted: rows are no whole
+    vectors; rotary: so many columns of a row are rotated, 0 for all; interleaved: neighbours are
+    pairs; joined: a row is heads of so many columns, 0 for one."""
 
     producer: bool = False
     shifted: bool = False
