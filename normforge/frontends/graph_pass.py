@@ -210,11 +210,10 @@ def route_before_autograd(module: GraphModule, operators: NormOperators) -> None
         return
     is_routed = None if operators.invariant else Worth(operators)
     route(module, operators, written_out_only=True, is_routed=is_routed)
-    for each in graph_modules(module):
-        if is_routed is not None:
+    if is_routed is not None:
+        for each in graph_modules(module):
             write_out(each, is_routed)
-        if fuse_rotations(each.graph, operators):
-            each.recompile()
+    fuse_rotations(module, operators)
 
 
 def make_backend(operators: NormOperators, **inductor_configs: Any) -> Callable[..., Any]:

@@ -2,54 +2,63 @@
 norm and rotation become one operator of the packages of `rms_norm_rope`.
 
 This works on graphs before autograd, whose norms are operators of a package already. A kernel reads
-cos and sin of the first half of the columns alone. So the graph has to say that the second half is
-the same: it made both by joining one tensor with itself, as models do, and not a caller.
+cos and sin of the first half of the columns alone, so the graph has to show that the second half is
+the same.
 """
 
 from __future__ import annotations
 
 import logging
-import operator
-from collections.abc import Iterator
 from functools import partial
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from ..serve.checks import FLOATS
 from ..shape_names import rotation_name
+from .equal_halves import EqualHalves
 from .graph_values import add_call, in_one_place, same_size, value_of
+from .graph_writes import changes_how, nodes_between, written_by
 from .rope_node import rms_norm_rope_forward
 from .rotation_reader import Heads, Rotation, read_rotation
 from .routes import arguments_of, getitems
-from .spellings import kind, last_dims, parts_joined
 
 _aten = torch.ops.aten
-_NEITHER_HALF = ("cast", "cosine", "sine", "unsqueezed", "product")
-"""Kinds of operations that treat both halves of the columns alike: products with numbers."""
 _log = logging.getLogger(__name__)
 
 
-def fuse_rotations(graph: torch.fx.Graph, operators: Any) -> int:
-    """Replace the norms of heads and the rotations behind them, where the packages of
-    `rms_norm_rope` have kernels. Returns how many. Nothing else takes what is in between."""
+def fuse_rotations(module: GraphModule, operators: Any) -> int:
+    """Replace the norms of heads and the rotations behind them, also in the graphs that one calls,
+    where the packages of `rms_norm_rope` have kernels. Returns how many. Nothing else takes what is
+    in between."""
     if not operators.rotated:
         return 0
     functions = import_module(operators.rotated).functions
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    found = [each for node in order if (each := read_rotation(node, operators)) is not None]
-    fused = sum(_fuse(graph, *each, order, functions) for each in found)
+    alike, fused = EqualHalves(module), 0
+    for each in module.modules():
+        if isinstance(each, GraphModule):
+            order = {node: i for i, node in enumerate(each.graph.nodes)}
+            found = [one for node in order if (one := read_rotation(node, operators)) is not None]
+            count = sum(_fuse(each.graph, *one, order, alike, functions) for one in found)
+            if count:
+                each.graph.lint()
+                each.recompile()
+                fused += count
     if fused:
-        graph.lint()
         _log.info("joined %d norms of heads and the rotary embeddings behind them", fused)
     return fused
 
 
 def _fuse(
-    graph: torch.fx.Graph, turned: Rotation, heads: Heads, order: dict[Node, int], functions: Any
+    graph: torch.fx.Graph,
+    turned: Rotation,
+    heads: Heads,
+    order: dict[Node, int],
+    alike: EqualHalves,
+    functions: Any,
 ) -> bool:
     x, weight, eps, offset, _ = arguments_of(heads.norm).values()
     rows, scale, result = value_of(x), value_of(weight), value_of(turned.result)
@@ -59,12 +68,13 @@ def _fuse(
     if any(not nodes.issuperset(node.users) for node in nodes - {turned.result}):
         return False
     numbers = (turned.cos, turned.sin)
-    fits = all(_fits(one, turned, heads) and _has_equal_halves(one) for one in numbers)
+    fits = all(_fits(one, turned, heads) and alike(one) for one in numbers)
     if not fits or result.dtype != rows.dtype or eps is None:
         return False
     if not in_one_place((heads.norm, turned.result)):
         return False
-    if any(_may_write(node) for node in _between(heads.norm, turned.result)):
+    between = nodes_between(heads.norm, turned.result)
+    if any(written_by(node) or changes_how(node) for node in between):
         return False
     rotation = rotation_name(turned.columns, rows.shape[-1], joined=heads.joined)
     if heads.joined and turned.columns != value_of(turned.x).shape[-1]:
@@ -92,54 +102,6 @@ def _fits(number: Node, turned: Rotation, heads: Heads) -> bool:
     )
     whole = same_size(value.shape[-1], turned.columns) and same_size(value.shape[at_heads], 1)
     return along and whole and not value.requires_grad and value.device == x.device
-
-
-def _has_equal_halves(node: Any) -> bool:
-    """Return True if a graph makes both halves of the columns of cos or sin alike."""
-    while isinstance(node, Node):
-        parts = parts_joined(node)
-        if parts is not None:
-            return parts[0] is parts[1]
-        given = node.args[0] if node.args else None
-        if kind(node) not in _NEITHER_HALF or not isinstance(given, Node):
-            return False
-        if kind(node) == "unsqueezed" and not _keeps_columns(node):
-            return False
-        if kind(node) == "product" and not isinstance(node.args[1], int | float):
-            return False
-        node = given
-    return False
-
-
-def _keeps_columns(node: Node) -> bool:
-    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-    return isinstance(dim, int) and dim not in last_dims(node)
-
-
-def _between(first: Node, last: Node) -> Iterator[Node]:
-    node = first.next
-    while node is not last:
-        yield node
-        node = node.next
-
-
-def _may_write(node: Node) -> bool:
-    """Return True if a node may change memory, or how what is behind it is computed."""
-    if node.op in ("placeholder", "get_attr"):
-        return False
-    schema = getattr(node.target, "_schema", None)
-    if schema is not None:
-        return bool(schema.is_mutable)
-    if node.op == "call_method":
-        return str(node.target).endswith("_")
-    name, module = (getattr(node.target, of, "") for of in ("__name__", "__module__"))
-    if node.op != "call_function" or "out" in node.kwargs or node.kwargs.get("inplace"):
-        return True
-    if str(module) in ("_operator", "operator"):
-        in_place = name.startswith("i") and hasattr(operator, name[1:])
-        return in_place or node.target in (operator.setitem, operator.delitem)
-    known = str(module).split(".")[0] == "torch" or str(module) == "builtins" or not module
-    return not known or name.startswith("_") or name.endswith("_")
 
 
 def _wants_gradient(value: Any) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import normforge
 from normforge.api import Package
@@ -335,6 +336,62 @@ def test_rows_that_change_before_their_norm_is_rotated_stay(
         run, found = compiled(rotated, partial(function, changes=changes))
         close(run(*leaves), function(*leaves, changes))
         assert len(found) == (not changes)
+
+
+def changed_angles(x: Any, w: Any) -> Any:
+    cos, sin = (one.unsqueeze(2) for one in cosines(x.shape[1]))
+    cos[..., 0] = 2.0
+    return x @ torch.eye(WIDTH), cos, sin
+
+
+def changed_view(x: Any, w: Any) -> Any:
+    freqs = torch.arange(S)[None, :, None] * torch.arange(1, WIDTH // 2 + 1).float()
+    emb = torch.cat((freqs, freqs), -1)
+    emb[..., 3:5].mul_(2.0)
+    cos, sin = emb.cos().unsqueeze(2), emb.sin().unsqueeze(2)
+    return x @ torch.eye(WIDTH), cos, sin
+
+
+def changed_elsewhere(x: Any, w: Any) -> Any:
+    """Something else is written to."""
+    cos, sin = (one.unsqueeze(2) for one in cosines(x.shape[1]))
+    x = x @ torch.eye(WIDTH)
+    x.mul_(2.0)
+    return x, cos, sin
+
+
+@pytest.mark.parametrize("angles", [changed_angles, changed_view, changed_elsewhere])
+def test_angles_that_were_written_to_stay(rotated: Package, angles: Any, asked: Asked) -> None:
+    def function(x: Any, w: Any) -> Any:
+        x, cos, sin = angles(x, w)
+        return turned(written_out(x, w), cos, sin)
+
+    leaves = [randn(B, S, 2, WIDTH), randn(WIDTH, seed=4)]
+    run, found = compiled(rotated, function)
+    close(run(*leaves), function(*leaves))
+    assert len(found) == (angles is changed_elsewhere)
+
+
+def test_angles_of_checkpointed_layers_are_those_of_the_model(
+    rotated: Package, asked: Asked
+) -> None:
+    """The layers' graphs have them from outside."""
+    model, x = filled(Model(Attention)), randn(B, S, HIDDEN)
+    wanted = [model(x), *grads(model(x), *model.parameters())]
+
+    def layers(x: torch.Tensor) -> torch.Tensor:
+        of_turns = cosines(x.shape[1])
+        y: torch.Tensor = checkpoint(
+            lambda *given: model.attention(given[0], given[1:], None)[0],
+            *(x, *of_turns),
+            use_reentrant=False,
+        )
+        return y
+
+    run, found = compiled(rotated, layers)
+    y = run(x)
+    close([y, *grads(y, *model.parameters())], wanted)
+    assert len(found) == 2
 
 
 @pytest.mark.parametrize("marked", [False, True])
