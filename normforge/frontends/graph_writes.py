@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from torch.fx import Node
 
 _PURE = ("torch", "builtins", "math", "")
-"""Where functions come from that write to what their names or their arguments say, if to anything:
-`add_`, `out`, `inplace`."""
+"""The packages whose functions say by their names or arguments that they write to something: `add_`,
+`out`, `inplace`."""
 
 
 def written_by(node: Node) -> list[Node]:
