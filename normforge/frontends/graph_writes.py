@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from torch.fx import Node
 
 _PURE = ("torch", "builtins", "math", "")
-"""The packages whose functions say by their names or arguments that they write to something: `add_`,
-`out`, `inplace`."""
+"""The packages whose functions say by their names or arguments that they write to something, as by
+`add_`, `out` and `inplace`."""
 
 
 def written_by(node: Node) -> list[Node]:
