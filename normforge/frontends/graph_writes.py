@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 
+from torch._ops import HigherOrderOperator
 from torch.fx import Node
 
 _PURE = ("torch", "builtins", "math", "")
@@ -14,11 +15,13 @@ _PURE = ("torch", "builtins", "math", "")
 
 def written_by(node: Node) -> list[Node]:
     """Return the tensors that a node may write to: all that it takes, of a function that is not
-    PyTorch's."""
+    PyTorch's. What a graph writes that it calls, nodes of that graph say."""
     everything = node.all_input_nodes
     if node.op in ("placeholder", "get_attr", "output") or not everything:
         return []
     first, target = everything[:1], node.target
+    if isinstance(target, HigherOrderOperator):
+        return [] if first[0].op == "get_attr" else everything
     schema = getattr(target, "_schema", None)
     if schema is not None:
         return everything if schema.is_mutable else []
@@ -37,7 +40,9 @@ def written_by(node: Node) -> list[Node]:
 
 def changes_how(node: Node) -> bool:
     """Return True if a node may change how those behind it are computed, such as the modes of
-    autograd and autocast."""
+    autograd and autocast, or calls a graph."""
+    if isinstance(node.target, HigherOrderOperator):
+        return True
     if node.op != "call_function" or getattr(node.target, "_schema", None) is not None:
         return False
     return str(getattr(node.target, "__name__", "")).startswith("_")

@@ -16,6 +16,7 @@ import normforge
 from normforge.api import Package
 from normforge.frontends.graph_pass import graph_modules, make_backend, route_before_autograd
 from normforge.frontends.graph_values import value_of
+from normforge.frontends.graph_writes import changes_how, written_by
 from normforge.frontends.rope import RotatedFunctions
 from normforge.frontends.rope_node import rms_norm_rope_forward
 from normforge.serve.rows import RowServer
@@ -370,6 +371,23 @@ def test_angles_that_were_written_to_stay(rotated: Package, angles: Any, asked: 
     run, found = compiled(rotated, function)
     close(run(*leaves), function(*leaves))
     assert len(found) == (angles is changed_elsewhere)
+
+
+def test_what_writes_to_memory_is_known() -> None:
+    """Of functions whose names do not say it."""
+    from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
+
+    graph = torch.fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    called = graph.call_function(triton_kernel_wrapper_mutation, (), {"kwargs": {"x": x, "y": y}})
+    own = graph.call_function(cosines, (x,))
+    overload = torch.ops.aten.copy_.default
+    assert written_by(called) == [x, y] and changes_how(called)
+    assert written_by(own) == [x] and not changes_how(own)
+    assert written_by(graph.call_function(overload, (x, y))) == [x, y]
+    assert written_by(graph.call_function(torch.ops.aten.mul.Tensor, (x, y))) == []
+    assert written_by(graph.call_function(nn.functional.relu_, (x,))) == [x]
+    assert written_by(graph.call_function(torch.add, (x, y))) == written_by(x) == []
 
 
 def test_angles_of_checkpointed_layers_are_those_of_the_model(
