@@ -24,9 +24,9 @@ from normforge.table import TABLE, TableOf
 
 def join_package(source: Path, package: Path) -> tuple[int, tuple[str, ...]]:
     """Extend a package by the tuned kernels of another one that it lacks, or that were chosen later
-    than its own. Returns how many these are, and the shapes whose bits may change because they had
-    another kernel. Fallback kernels stay. Where there is no package yet, it becomes a copy of the
-    other one.
+    than its own, but for predicted ones where its own are measured. Returns how many these are, and
+    the shapes whose bits may change because they had another kernel. Fallback kernels stay. Where
+    there is no package yet, it becomes a copy of the other one.
 
     Raises NormforgeError, leaving the package as it was, for packages that cannot be read or are
     of different GPUs, and where a kernel is another one with this NVRTC and today's templates.
@@ -48,7 +48,7 @@ def join_package(source: Path, package: Path) -> tuple[int, tuple[str, ...]]:
         return 0, ()
     more = Forwards(tuple(forwards), ()) if forwards else None
     emission = emit_package(entries, (), target, package, more, keep_fallbacks=True)
-    return len(entries) + len(forwards), emission.replaced
+    return len(entries) + len(forwards) - len(emission.refused), emission.replaced
 
 
 def check_joinable(folders: Sequence[Path], into: Path, journals: Sequence[BaseStorage]) -> None:

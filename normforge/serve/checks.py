@@ -96,8 +96,10 @@ def check_options(given: Arguments, options: Options) -> None:
     if dw_out.shape != shape:
         whose = "the weight's shape" if given.mean is None else "shape"
         raise ValueError(f"dw_out must have {whose} {shape}, got {tuple(dw_out.shape)}")
-    if dw_out.dtype not in kinds or options.dw_dtype not in (None, dw_out.dtype):
+    if dw_out.dtype not in kinds:
         raise TypeError(f"dw_out must have the weight's dtype or {wide}, got {dw_out.dtype}")
+    if options.dw_dtype not in (None, dw_out.dtype):
+        raise TypeError(f"dw_out must have dw_dtype {options.dw_dtype}, got {dw_out.dtype}")
 
 
 def check_dx_out(given: Arguments, options: Options) -> None:

@@ -31,6 +31,7 @@ from generator.problem import Problem
 from generator.shape_lists import load_problems
 from generator.space.legal_configs import LegalConfigs
 from generator.space.load import SPACE_FILE, load_space
+from generator.studies.records import Finalist
 from generator.studies.storage import JOURNAL_NAME, open_storage
 from generator.target import find_target
 from generator.tuner import run
@@ -563,3 +564,18 @@ def test_what_is_said_at_once_needs_no_pytorch(arguments: str) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_row_of_the_document_says_what_is_known_of_the_winner() -> None:
+    loose = Finalist("loose", {}, us=22.0, ratio=1.1)
+    more = {"trials": 7, "counts": {"ok": 5, "wrong": 2}, "reason": "the fastest"}
+    winner = make_winner(DETERMINISTIC[0], 1.25, fastest_nondeterministic=loose, **more)
+    row = cli_tune._row(winner.problem, winner)
+    for name in ("variant", "config", "floor", "evidence", "trials", "reason"):
+        assert row[name] == getattr(winner, name)
+    for name in ("us", "floor_us", "ratio", "determinism"):
+        assert row[name] == getattr(winner.result, name)
+    assert row["checks"] == [*winner.result.checks]
+    assert row["outcomes"] == winner.counts
+    assert row["fastest_nondeterministic"] == "loose"
+    assert row["overhead_of_determinism"] == winner.overhead_of_determinism == 1.25 / 1.1

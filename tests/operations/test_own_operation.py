@@ -349,6 +349,15 @@ def test_columns_that_the_forward_computes_have_the_dtype_of_columns(tmp_path: P
     assert saved["weight"].dtype == torch.float32 and saved["weight"] is not wide
 
 
+def test_a_result_that_the_backward_needs_is_saved_itself() -> None:
+    """A copy of the same numbers would take as much memory again."""
+    package = OwnPackage.__new__(OwnPackage)
+    package.operation = library.OPERATIONS[add(EXAMPLES / "softmax_backward.py")]
+    y = package.call(torch.randn(4, 9).bfloat16().requires_grad_())
+    (saved,) = y.grad_fn.saved_tensors  # type: ignore[union-attr]
+    assert saved.data_ptr() == y.data_ptr()
+
+
 @pytest.mark.parametrize("count", [0, 3])
 def test_a_column_has_one_or_two_sums(count: int) -> None:
     with pytest.raises(ValueError, match="counts one or two sums"):

@@ -80,6 +80,17 @@ def test_run_killed_between_two_renames_is_healed_by_the_next(package: Path) -> 
     assert [path.name for path in package.parent.iterdir()] == ["rmsnorm_backward"]
 
 
+def test_run_killed_behind_its_second_rename_is_continued(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(atomic_folder, "_exchange", no_exchange)
+    put(package, entry("4096x1024:bf16"))
+    shutil.copytree(package, package.parent / ".rmsnorm_backward.old")
+    put(package, entry("8192x1024:bf16"))
+    assert len(Table.load(package).tuned) == 2
+    assert [path.name for path in package.parent.iterdir()] == ["rmsnorm_backward"]
+
+
 def test_leftovers_of_a_killed_run_do_not_get_into_the_package(package: Path) -> None:
     leftover = package.parent / ".rmsnorm_backward.part" / "kernels"
     leftover.mkdir(parents=True)

@@ -73,6 +73,17 @@ def test_what_is_missing_and_what_was_chosen_later_comes(package: Path, tmp_path
     assert join_package(source, package) == (0, ()) and snapshot(package) == before
 
 
+def test_a_prediction_does_not_come_where_there_is_a_measurement(
+    package: Path, tmp_path: Path
+) -> None:
+    source = tmp_path / "other" / package.name
+    put(package, dated(A, EARLY))
+    put(source, replace(dated(A, LATE, store_hint="streaming"), evidence="predicted"))
+    before = winners(package)
+    assert join_package(source, package) == (0, ())
+    assert winners(package) == before
+
+
 def test_where_there_is_no_package_it_becomes_a_copy(package: Path, tmp_path: Path) -> None:
     source = tmp_path / "other" / package.name
     put(source, dated(A, EARLY), dated(B, EARLY))

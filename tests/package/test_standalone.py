@@ -12,6 +12,7 @@ import normforge
 import tune
 from generator.errors import NormforgeError
 from generator.kernels.render import headers
+from generator.package import standalone
 from generator.package.standalone import (
     INCLUDE,
     RUNTIME,
@@ -67,6 +68,21 @@ def test_equal_packages_give_equal_exports_and_others_another_namespace(
     export_standalone(package, exported)
     identity = f"{RUNTIME}/identity.py"
     assert snapshot(exported)[identity] != before[identity]
+
+
+def test_an_export_with_another_library_has_another_namespace(
+    exported: Path, package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process may have both, and operators of one name would be those of the first."""
+    before = snapshot(exported)[f"{RUNTIME}/identity.py"]
+    for path in library_files():
+        (tmp_path / "library" / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(LIBRARY / path, tmp_path / "library" / path)
+    with (tmp_path / "library" / "spec.py").open("a") as file:
+        file.write("# another version\n")
+    monkeypatch.setattr(standalone, "LIBRARY", tmp_path / "library")
+    export_standalone(package, exported)
+    assert snapshot(exported)[f"{RUNTIME}/identity.py"] != before
 
 
 # ---- What it can do ------------------------------------------------------------------------------

@@ -117,6 +117,9 @@ def test_the_commands_of_a_page_find_its_studies(
         capsys.readouterr()
         assert tune.main(shlex.split(command)) == 0
         assert capsys.readouterr().out.startswith(f"{problem} on {TARGET}")
+    file = tmp_path / "trials.json"  # the shape names the operation here, too
+    assert tune.main(["export", option, where, "--shape", str(problem), "--t4", str(file)]) == 0
+    assert file.exists()
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from generator.kernels.variant import Variant, make_variant
 from generator.paths import REPOSITORY
 from generator.problem import Problem
 from generator.report.answer import document, explain_from_package, render_answer
-from generator.report.explain import Explanation, Verdict
+from generator.report.explain import Explanation, KnobCost, Verdict
 from generator.result import Result
 from generator.search.budget import Budget
 from generator.search.search import search_problem
@@ -420,3 +420,40 @@ def test_the_command_in_text_and_json(folder: Path, capsys: pytest.CaptureFixtur
     assert "spills" in capsys.readouterr().out
     assert tune.main([*line[:-1], "4096x1025:bf16"]) == 2
     assert f"near it are {PROBLEM}" in capsys.readouterr().err
+
+
+def test_knobs_that_change_the_time_most_are_shown_first(why: Explanation) -> None:
+    """One that was faster than the winner's trial counts as one that was slower."""
+
+    def changing(value: int, behind: float) -> KnobCost:
+        trial = replace(why.runners_up[0][1], behind=behind)
+        return KnobCost("levels", value, 1, trial, trial)
+
+    asked = replace(why)
+    vars(asked)["costs"] = [changing(1, 0.1), changing(3, 0.2), changing(2, -0.3)]
+    text = render_answer(asked, None, None)
+    places = [text.index(f"levels={value} ") for value in (2, 3, 1)]
+    assert places == sorted(places)
+
+
+def test_the_fastest_trial_with_the_values_is_told_where_it_is_another(why: Explanation) -> None:
+    other = "the fastest trial with these values"
+    assert other not in render_answer(why, ask(why, "store_hint=streaming"), None)
+    assert other in render_answer(why, ask(why, "stages=2"), None)
+
+
+def test_a_part_of_a_gpu_is_explained_by_the_rules_of_its_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part, asked = replace(TARGET, sms=66), []
+    search_problem(
+        LegalConfigs(tiny(tmp_path), PROBLEM, part),
+        FakePool(),
+        FakeEvaluator(cost, final=final),
+        open_storage(tmp_path / JOURNAL_NAME),
+        Budget(trials=4),
+    )
+    monkeypatch.setattr(Explanation, "why_not", lambda why, given: asked.append(why.target))
+    line = ["--out", str(tmp_path), "--shape", str(PROBLEM), "--config", "stages=2"]
+    assert tune.main(["explain", *line]) == 0
+    assert asked == [part]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from generator.report import charts
 from generator.report.collect import summaries
 from generator.report.explain import Explanation
 from generator.report.summary import Standing, Summary, bandwidth_share, kind_of, runners_up
+from generator.report.text import render_text
 from generator.result import Result
 from generator.studies.reader import Study
 from generator.studies.records import Record, Winner
@@ -190,3 +192,36 @@ def test_a_trial_whose_own_floor_was_slow_is_not_the_fastest() -> None:
     assert "best 1.200 x floor" in charts.history(own)
     why = Explanation(own, SPACE, TARGET)
     assert [timed.ratio for _, timed in why.runners_up] == pytest.approx([1.2, 1.5])
+
+
+def test_the_best_so_far_in_a_history_is_of_trials_that_may_win() -> None:
+    """The line falls once, and not for the trial between them, whose bits change."""
+    barred = record(timed(1.3, "nondeterministic", "refuted"))
+    own = study("measured", record(timed(1.4)), barred, record(timed(1.2)))
+    (line,) = re.findall(r'class="best" d="([^"]+)"', charts.history(own))
+    assert re.sub(r"[\d. ]", "", line) == "MHVH"
+
+
+def test_a_slow_strategy_stays_inside_its_drawing() -> None:
+    own = study("measured", winner=make_winner(CONFIG))
+    slow = Standing(Strategy("slow", (), way=""), ((own, 50.0), (own, 0.1)))
+    drawing = charts.strategies([slow])
+    (width,) = re.findall(r'viewBox="0 0 (\d+) ', drawing)
+    places = [float(x) for x in re.findall(r' cx="([^"]+)"', drawing)]
+    assert len(places) == 2
+    assert all(0 < x < int(width) for x in places)
+
+
+def test_the_history_of_a_study_is_two_numbers_of_its_line() -> None:
+    """The trial that was the fastest, counted from 1, and those without a time."""
+    trials = [record(Result("crashed")), *(record(timed(r)) for r in (1.4, 1.2, 1.3))]
+    text = render_text(Summary("h200", "somewhere", (study("measured", *trials),), 0))
+    lines = text.partition("found at")[2].splitlines()
+    assert lines[1].split()[-3:] == ["4", "3", "1"]
+
+
+def test_strategies_are_compared_with_the_fastest_that_may_win() -> None:
+    free = next(kind for kind in LEGAL.reduction_kinds if not is_deterministic(kind))
+    own = study("measured", record(timed(1.25)), replace(record(timed(1.0)), config=free))
+    summary = Summary("h200", "somewhere", (own,), 0)
+    assert [standing.typical for standing in summary.standings] == pytest.approx([0.8, 1.0])

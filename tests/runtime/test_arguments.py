@@ -100,6 +100,12 @@ def test_arguments_that_do_not_fit_are_named(
         ({}, {"dw_dtype": torch.half}, TypeError, "dw_dtype must be the weight's or torch.float32"),
         ({"dw_out": torch.zeros(7)}, {}, ValueError, "dw_out must have the weight's shape"),
         ({"dw_out": torch.zeros(8).half()}, {}, TypeError, "dw_out must have the weight's dtype"),
+        (
+            {"dw_out": torch.zeros(8)},
+            {"dw_dtype": torch.bfloat16},
+            TypeError,
+            "dw_out must have dw_",
+        ),
         ({"dw_out": torch.zeros(8)}, {"need_dw": False}, ValueError, "dw is not computed"),
         ({"dw_out": torch.zeros(8), "weight": None}, {}, ValueError, "dw is not computed"),
     ],

@@ -21,11 +21,12 @@ from cuda.bindings import driver as cuda
 
 from generator.operations.rmsnorm_backward import Inputs
 from generator.operations.rows import run_rows
+from normforge.launch import graph_end
 from normforge.launch.driver import LaunchError
 from normforge.launch.loaded_kernel import LoadedKernel
 from normforge.launch.workspace import LINE, PER_THREAD, SHARED_FROM, SLAB, Workspaces, Zeros
 from normforge.serve.options import Arguments, Options
-from normforge.spec import Launch, plan_launch
+from normforge.spec import SUM_KERNEL, Launch, plan_launch
 from tests.support.fake_driver import SEPARATE, SPEC, Calls, FakeDriver, read_arguments, tensors
 from tests.support.native import in_threads
 
@@ -545,3 +546,48 @@ def test_refused_launch_names_the_error_and_the_kernel(driver: FakeDriver) -> No
     with pytest.raises(LaunchError, match="launching rmsnorm_backward of example") as caught:
         launch(kernel)
     assert caught.value.code == "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES"
+
+
+def test_refused_second_launch_names_the_second_kernel(driver: FakeDriver) -> None:
+    failed = cuda.CUresult.CUDA_ERROR_LAUNCH_FAILED
+    statuses = iter([cuda.CUresult.CUDA_SUCCESS, failed])
+    driver.cuLaunchKernelEx = lambda *_: (next(statuses),)  # type: ignore[method-assign]
+    with pytest.raises(LaunchError, match=f"launching {SUM_KERNEL} of two_kernels"):
+        launch(LoadedKernel(b"cubin", SEPARATE))
+
+
+def test_refused_cubin_leaves_the_capture_mode_as_it_was(driver: FakeDriver) -> None:
+    refused = (cuda.CUresult.CUDA_ERROR_NO_BINARY_FOR_GPU, None)
+    driver.cuModuleLoadData = lambda image: refused  # type: ignore[method-assign]
+    with pytest.raises(LaunchError, match="loading example"):
+        LoadedKernel(b"cubin", SPEC).load(0)
+    modes = cuda.CUstreamCaptureMode
+    assert driver.capture_modes == [
+        modes.CU_STREAM_CAPTURE_MODE_RELAXED,
+        modes.CU_STREAM_CAPTURE_MODE_GLOBAL,
+    ]
+
+
+def test_a_capture_empties_no_cache_for_memory(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch frees blocks by a call that would end the capture."""
+    full = (cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY, None)
+    driver.cuMemAlloc = lambda size: full  # type: ignore[method-assign]
+    monkeypatch.setattr("normforge.launch.workspace.is_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: pytest.fail("it was emptied"))
+    with pytest.raises(LaunchError, match=f"allocating {SLAB} bytes"):
+        Zeros().take(LINE)
+
+
+def test_a_graph_that_is_gone_leaves_its_semaphore_to_the_next(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graph_end, "_unused", [])
+    ends = []
+    for graph in (1, 2, 3):
+        ends.append(graph_end.GraphEnd(graph))
+        assert not ends[-1].reached()
+        driver.end_graph(graph)
+        assert ends[-1].reached()
+    assert len({end._semaphore for end in ends}) == 1

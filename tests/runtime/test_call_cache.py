@@ -95,6 +95,17 @@ def test_list_is_renewed_by_calls_that_come_back(known: Backward) -> None:
         assert known.then(given(M)) is call
 
 
+def test_renewed_list_is_kept_as_long_as_the_one_before(known: Backward) -> None:
+    for M in range(1, _MOST + 2):
+        known.learn(Call(), given(M))
+    for _ in range(_MISSES_TO_FORGET):
+        known.then(given(_MOST + 1))
+    assert len(known.recent) < _MOST
+    for M in range(1, _MOST + 1):  # the last one finds the list full again
+        known.then(given(M))
+    assert len(known.recent) == _MOST
+
+
 def test_options_and_missing_tensors_keep_calls_apart(known: Backward) -> None:
     call_options = Options(weight_offset=1.0)
     first, second = Call(), Call(quick=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -250,3 +251,14 @@ def test_launch_gets_addresses_extents_and_the_function_for_the_residual(
     assert second.function == "rmsnorm_forward_residual"
     assert second.arguments[1:3] == (residual.data_ptr(), 0)
     assert second.arguments[5:8] == (stream.data_ptr(), 0.5, 0.0)
+
+
+def test_forwards_with_and_without_a_residual_may_take_their_shared_memory(
+    driver: FakeDriver,
+) -> None:
+    spec = replace(of_kind("4096x256:bf16").spec(132), smem_bytes=50_000, cluster=16)
+    LoadedKernel(b"cubin", spec).load(0)
+    kinds = driver.CUfunction_attribute
+    size = kinds.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    wide = kinds.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+    assert driver.attributes == [(size, 50_000), (wide, 1)] * 2

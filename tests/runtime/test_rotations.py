@@ -374,7 +374,7 @@ def test_angles_that_were_written_to_stay(rotated: Package, angles: Any, asked: 
 
 
 def test_what_writes_to_memory_is_known() -> None:
-    """Of functions whose names do not say it."""
+    """Also of functions whose names do not say it."""
     from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 
     graph = torch.fx.Graph()

@@ -14,6 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from normforge.launch.driver import LaunchError
+from normforge.launch.workspace import PER_THREAD
 from normforge.operations import OPERATIONS, RMSNORM_ADD_FORWARD, RowOperation, Signature
 from normforge.operations.formula import evaluate
 from normforge.operations.tensor import (
@@ -317,6 +318,16 @@ def test_a_known_call_follows_its_stream_and_its_scratch(
     scratch = tuned._workspaces.of_stream(0, 7).scratch
     assert scratch != places[0] and main.arguments.scratch == second.arguments[0] == scratch
     assert len(chosen) == 1
+
+
+def test_a_known_call_keeps_nothing_for_the_stream_that_every_thread_has(
+    serve: Any, tuned: RowServer, device: FakeDevice
+) -> None:
+    device.stream = PER_THREAD
+    for _ in range(2):
+        check(serve(plain()), plain())
+    (known,) = tuned._known._calls.values()
+    assert known._bindings == {}
 
 
 def test_what_no_kernel_serves_is_said(serve: Any) -> None:

@@ -118,6 +118,18 @@ def test_records_that_need_the_whole_journal_get_it(journal: Path, change: str) 
     assert values(some, "three") == values(open_storage(journal), "three") != []
 
 
+def test_the_first_records_end_where_they_do_though_the_whole_journal_is_needed(
+    journal: Path,
+) -> None:
+    storage = open_storage(journal)
+    two = optuna.load_study(study_name="two", storage=storage)
+    storage.set_trial_state_values(two.ask()._trial_id, TrialState.COMPLETE, [7.0])
+    count, _ = digest_of(journal)
+    two.add_trial(create_trial(value=9.0))
+    was = read_journal(journal, lambda name: name == "two", count)
+    assert values(was, "two")[4:] == [7.0]
+
+
 @pytest.mark.parametrize("wanted", ["one", "three"])
 def test_damage_of_a_study_that_nobody_wants_is_told_too(journal: Path, wanted: str) -> None:
     journal.write_bytes(journal.read_bytes().replace(b'"value":12.0', b'"value":12.5'))

@@ -11,8 +11,9 @@ from typing import Any
 
 import optuna
 import pytest
+from optuna.distributions import IntDistribution
 from optuna.storages import BaseStorage
-from optuna.trial import create_trial
+from optuna.trial import FrozenTrial, create_trial
 
 from generator.errors import NormforgeError
 from generator.studies import outage
@@ -72,6 +73,24 @@ def test_seconds_of_an_older_study_count_once_though_the_copy_was_interrupted(
     monkeypatch.setattr(StudyLog, "add", add)
     log.take_over()
     assert [trial.user_attrs["elapsed"] for trial in log.trials()] == [2.0, 4.0, 5.0, 9.0, 13.0]
+
+
+def test_a_joined_trial_shares_with_the_number_that_the_other_has_here(
+    storage: BaseStorage, tmp_path: Path
+) -> None:
+    def trial(n: int, shared_with: int | None = None) -> FrozenTrial:
+        attributes = {"elapsed": 1.0, "shared_with": shared_with}
+        knob = {"n": IntDistribution(0, 9)}
+        return create_trial(value=1.0, params={"n": n}, distributions=knob, user_attrs=attributes)
+
+    own, others = (
+        StudyLog(one, NAME) for one in (storage, open_storage(tmp_path / "other" / JOURNAL_NAME))
+    )
+    own.add(trial(5))
+    others.add(trial(0))
+    others.add(trial(1, shared_with=0))
+    assert own.join(others) == 2
+    assert [t.user_attrs["shared_with"] for t in own.trials()] == [None, None, 1]
 
 
 def test_trials_out_of_date_stay_marked(storage: BaseStorage) -> None:
