@@ -242,7 +242,11 @@ class RowGeometry(ItemSizes):
             row = min(row, 8)
         if self.early_sums:  # a number for each element, and x
             row = rows * self.row_elements + row // 2
-        rotated = min(self.vectors, ceil_div(self.rotated, self["threads_per_row"] * self.elements))
+        step = self["threads_per_row"] * self.elements
+        rotated = min(self.vectors, ceil_div(self.rotated, step))
+        if self.joined:  # kGroupVectors in groups.cuh.j2
+            alike = step % (self.rotated if self.interleaved else self.rotated // 2) == 0
+            rotated = 1 if alike else self.vectors
         shared = rows * rotated * self.elements * len(self.signature.groups)
         row += shared // 2 if self.own_partners else shared
         kept = self["weight_in"] == "registers"

@@ -15,7 +15,7 @@ from ..serve.options import DTYPES, SMALLEST_EPS
 from ..shape_names import rotation_name
 from ..torch_internals import float_of, served_dtype
 from .library import Served
-from .rope_checks import check_rotated, checked_heads, columns_of, turns_of
+from .rope_checks import check_heads, check_rotated, checked_heads, columns_of, turns_of
 from .rope_node import (
     FORMS,
     SERVED,
@@ -51,8 +51,11 @@ class RotatedFunctions(RowFunctions):
         heads: int | None = None,
     ) -> dict[str, Any]:
         """Say which kernel serves the backward (or the forward) of M aligned heads of N columns
-        ("bf16", "fp16" or "fp32"), and why. rotary_dim, interleaved, heads: as of `rms_norm_rope`;
-        offset: whether the calls have a weight_offset."""
+        ("bf16", "fp16" or "fp32"), and why. rotary_dim, interleaved: as of `rms_norm_rope`; offset:
+        whether the calls have a weight_offset; heads: of M rows of N columns, how many heads each
+        is, as there. Raises TypeError or ValueError where rows are not so many."""
+        if heads is not None:
+            check_heads(N, heads, rotary_dim)
         server = self.server(RMSNORM_ROPE_FORWARD if forward else RMSNORM_ROPE_BACKWARD)
         rotated = columns_of(N, rotary_dim, heads)
         rotation = rotation_name(rotated, N, interleaved, heads is not None)
@@ -104,6 +107,7 @@ class RotatedFunctions(RowFunctions):
             TypeError, ValueError: if the arguments do not fit together.
         """
         eps = float_of(eps)
+        heads = int(heads) if isinstance(heads, torch.SymInt) else heads
         check_rotated(x, weight, cos, sin, eps, rotary_dim, interleaved, heads)
         weight, joined = served_dtype(weight, x), heads is not None
         of_turns = turns_of(x, cos, sin, columns_of(x.shape[-1], rotary_dim, heads))

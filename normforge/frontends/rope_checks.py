@@ -64,18 +64,23 @@ def check_rotated(
             raise ValueError(f"{name} is on {given.device} and x on {x.device}")
 
 
-def _check_joined(x: torch.Tensor, heads: Any, rotary_dim: Any) -> None:
-    """Raises TypeError or ValueError for rows that are not so many heads, all of which are
-    rotated."""
+def check_heads(N: int, heads: Any, rotary_dim: Any) -> None:
+    """Raises TypeError or ValueError where rows of N columns are not so many heads, of which all
+    columns are rotated."""
     if type(heads) is not int:
         raise TypeError(f"heads must be an int or None, got {type(heads).__name__}")
     if rotary_dim is not None:
         raise ValueError("rotary_dim must be None where heads is given: all columns are rotated")
-    whole = heads > 0 and x.dim() > 0 and x.shape[-1] > 0 and x.shape[-1] % (2 * heads) == 0
-    if x.dtype not in FLOATS or not whole:
+    if heads < 1 or N < 1 or N % (2 * heads):
+        raise ValueError(f"rows of {N} columns are not {heads} heads of an even number of columns")
+
+
+def _check_joined(x: torch.Tensor, heads: Any, rotary_dim: Any) -> None:
+    check_heads(x.shape[-1] if x.dim() else 0, heads, rotary_dim)
+    if x.dtype not in FLOATS:
         raise ValueError(
-            f"x must be floating rows of {heads} heads of an even number of columns, of shape "
-            f"(..., {heads} * D), got {x.dtype} of shape {tuple(x.shape)}"
+            f"x must be floating rows of {heads} heads, of shape (..., {heads} * D), got {x.dtype} "
+            f"of shape {tuple(x.shape)}"
         )
 
 

@@ -33,7 +33,7 @@ ATTENTION = "attention"
 """The name of what is patched here, beside the norms."""
 _EAGER = "eager_attention_forward"
 _NORMS = ("q_norm", "k_norm")
-_SIZES = (1.0, 1e-2, 1e-3, 30.0, 1e3, 7.0)
+_SIZES = (1.0, 1e-2, 1e-3, 30.0, 1e6, 7.0)
 _FEW, _COLUMNS = (2, 3), 8
 
 
@@ -158,7 +158,8 @@ def _forward_of(
 
     def heads(norm: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         eps: Any = eps_of(norm)  # _fits has seen it
-        how: Any = {"heads": x.shape[1]} if of.joined else {"rotary_dim": of.columns}
+        # Tracers have sizes that are no ints.
+        how: Any = {"heads": int(x.shape[1])} if of.joined else {"rotary_dim": of.columns}
         how["weight_offset"] = float(of.offset)
 
         def serve(rows: torch.Tensor) -> torch.Tensor:

@@ -52,7 +52,10 @@ def rotated(n: Any, cos: Any, sin: Any, interleaved: bool, joined: bool = False)
 
 def _apart(n: Any, cos: Any, sin: Any) -> tuple[Any, Any, Any]:
     """Return n as heads, and cos and sin for all of them."""
-    return n.unflatten(-1, (-1, 2 * cos.shape[-1])), cos.unsqueeze(-2), sin.unsqueeze(-2)
+    # Batched gradients have no rule for unflatten().
+    *others, columns = n.shape
+    width = 2 * cos.shape[-1]
+    return n.reshape(*others, columns // width, width), cos.unsqueeze(-2), sin.unsqueeze(-2)
 
 
 def _terms_of_rotation(

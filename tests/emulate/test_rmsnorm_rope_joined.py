@@ -136,6 +136,16 @@ def test_planted_wrong_kernel_is_caught(
     assert any(re.search(found, said) for said in check.problems), check.problems
 
 
+@of_name
+def test_numbers_of_each_vector_take_registers(name: str, target: Target) -> None:
+    """32 threads have vectors of 256 columns: with heads of 96, each has other numbers."""
+    one, three = (
+        of_heads(Problem.parse(f"45x768:bf16+joined{head}", name), target, 32) for head in (128, 96)
+    )
+    assert (one.vectors, three.vectors) == (3, 3)
+    assert three.register_estimate - one.register_estimate == 2 * 2 * 8
+
+
 def test_it_is_what_olmo_computes(target: Target) -> None:
     """A norm of the whole row, then rotate_half of each head, as model code has it."""
     problem = Problem.parse("64x512:fp32+joined128", FORWARD)

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from generator.paths import GENERATED
 from normforge import rms_norm_rope
-from normforge.frontends.rope import RotatedFunctions
+from normforge.frontends.rope import RotatedFunctions, RotatedPackage
 from normforge.frontends.rope_node import (
     SERVED,
     formula,
@@ -103,6 +104,26 @@ def test_second_derivatives_are_those_of_the_definition(interleaved: bool, joine
     torch.testing.assert_close(slopes(y), slopes(wanted))
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_gradients_are_batched(interleaved: bool) -> None:
+    (x, weight), of_turns = drawn(B, S), turns(S)
+    y = rms_norm_rope(x, weight, *of_turns, EPS, None, interleaved, heads=H)
+    dy = torch.randn(3, *y.shape, dtype=y.dtype)
+    found = torch.autograd.grad(y, [x, weight], dy, is_grads_batched=True, retain_graph=True)
+    alone = [torch.autograd.grad(y, [x, weight], one, retain_graph=True) for one in dy]
+    torch.testing.assert_close(found, tuple(map(torch.stack, zip(*alone, strict=True))))
+
+
+def test_symbolic_sizes_may_say_how_many_heads_there_are() -> None:
+    x, of_turns = torch.randn(S, H, D), turns(S, dtype=torch.float32)
+
+    def function(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        return rms_norm_rope(x.flatten(-2), None, cos, sin, heads=x.shape[-2])
+
+    traced = make_fx(function, tracing_mode="symbolic")(x, *of_turns)
+    torch.testing.assert_close(traced(x, *of_turns), function(x, *of_turns))
+
+
 def halves(*given: torch.Tensor) -> list[torch.Tensor]:
     return [one[..., : D // 2].unsqueeze(-2) for one in given]
 
@@ -193,6 +214,15 @@ def test_it_says_which_kernel_serves_or_why_none_does(forward: bool) -> None:
     found = explain(16384, 96, "bf16", forward=forward, heads=3)
     assert (found["how"], found["kernel"]) == ("none", None)
     assert found["reason"].startswith("nothing like 16384x96:bf16+joined32 was tuned")
+    tuned = RotatedPackage(
+        GENERATED / "h200" / f"rmsnorm_rope_{'forward' if forward else 'backward'}"
+    )
+    assert tuned.explain(16384, 4096, "bf16", forward=forward, heads=32)["how"] == "tuned"
+    for heads, kind in ((0, ValueError), (5, ValueError), (-3, ValueError), (2.0, TypeError)):
+        with pytest.raises(kind, match="heads"):
+            explain(16384, 96, "bf16", forward=forward, heads=heads)
+    with pytest.raises(ValueError, match="rotary_dim must be None"):
+        explain(16384, 96, "bf16", forward=forward, heads=3, rotary_dim=16)
 
 
 def test_forms_of_a_form_are_forgotten_with_it() -> None:
@@ -210,11 +240,9 @@ def test_forms_of_a_form_are_forgotten_with_it() -> None:
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"heads": 2.0}, TypeError, "heads must be an int or None, got float"),
     ({"heads": True}, TypeError, "heads must be an int or None, got bool"),
-    ({"heads": 0}, ValueError, "x must be floating rows of 0 heads"),
-    (
-        {"heads": 5},
-        ValueError,
-        r"rows of 5 heads of an even number of columns, of shape \(\.\.\., ",
+    *(
+        ({"heads": heads}, ValueError, f"rows of 24 columns are not {heads} heads of an even")
+        for heads in (0, 5, 8)
     ),
     ({"heads": H, "rotary_dim": 2}, ValueError, "rotary_dim must be None where heads is given"),
     ({"heads": H, "weight": torch.ones(D)}, ValueError, r"weight must have shape \(24,\)"),

@@ -223,6 +223,25 @@ def test_a_config_that_says_it_in_another_way_is_one_of_whole_heads(
         assert len(served) == calls
 
 
+@pytest.mark.parametrize("kind", [Attention, WholeNormAttention])
+def test_patched_attention_is_traced(kind: Any) -> None:
+    """Tracers have sizes that are no ints."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = kind()
+
+        def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+            return self.attention(x, (cos, sin), None)[0]
+
+    model, x = filled(Model()), randn(B, S, HIDDEN)
+    assert len(normforge.patch(model, fuse=True)) == 3
+    with torch.no_grad():
+        traced = torch.jit.trace(model, (x, *turns()), check_trace=False)
+        check([traced(2 * x, *turns())], [model(2 * x, *turns())])
+
+
 def test_models_are_copied_and_pickled() -> None:
     model = filled(Attention())
     normforge.patch(model, fuse=True)
