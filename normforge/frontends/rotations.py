@@ -63,7 +63,9 @@ def _fuse(
     x, weight, eps, offset, _ = arguments_of(heads.norm).values()
     rows, scale, result = value_of(x), value_of(weight), value_of(turned.result)
     nodes = turned.nodes | heads.nodes
-    if len(getitems(heads.norm)) != 1 or len(heads.norm.users) != 1 or type(rows) is not FakeTensor:
+    if len(getitems(heads.norm)) != 1 or len(heads.norm.users) != 1:
+        return False
+    if type(rows) is not FakeTensor or type(rows.shape[-1]) is not int:
         return False
     if any(not nodes.issuperset(node.users) for node in nodes - {turned.result}):
         return False
