@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from .graph_writes import written_by
+from .graph_writes import is_pure, may_be_a_view
 from .spellings import kind, last_dims, parts_joined
 
 _ALIKE = ("cast", "cosine", "sine", "unsqueezed", "product")
@@ -17,34 +17,40 @@ _ALIKE = ("cast", "cosine", "sine", "unsqueezed", "product")
 
 class EqualHalves:
     """Says of a node in a graph, or in a graph that it calls, whether both halves of its columns
-    are the same. Nothing has written to what it is made of."""
+    are the same. Nobody else may write to it, or to what it is made of behind these halves."""
 
     def __init__(self, module: GraphModule) -> None:
-        self._given = dict(_operands(module))
-        graphs = (each.graph for each in module.modules() if isinstance(each, GraphModule))
-        written = (one for graph in graphs for node in graph.nodes for one in written_by(node))
-        self._touched = self._sources_of(written)
-
-    def _sources_of(self, nodes: Iterable[Node]) -> set[Node]:
-        """Return nodes and all that they are made of, or views of."""
-        found, waiting = set[Node](), [*nodes]
-        while waiting:
-            node = waiting.pop()
-            if node not in found:
-                found.add(node)
-                waiting += [*node.all_input_nodes, self._given.get(node, node)]
-        return found
+        self._outside, self._inside = dict[Node, Node](), dict[Node, list[Node]]()
+        self._callers, self._kept = set[Node](), dict[Node, bool]()
+        for caller, pairs in _calls(module):
+            self._callers.add(caller)
+            for inside, outside in pairs:
+                self._outside[inside] = outside
+                self._inside.setdefault(outside, []).append(inside)
 
     def __call__(self, node: Any) -> bool:
         while isinstance(node, Node):
-            node = self._given.get(node, node)
+            node = self._outside.get(node, node)
             parts = parts_joined(node)
-            if node in self._touched or (parts is None and not _is_alike(node)):
+            if not self._stays(node) or (parts is None and not _is_alike(node)):
                 return False
             if parts is not None:
                 return parts[0] is parts[1]
             node = node.args[0]
         return False
+
+    def _stays(self, node: Node) -> bool:
+        """Return True if nobody writes to a tensor or to a view of it, and no caller gets it."""
+        if node not in self._kept:
+            self._kept[node] = True  # until its users say otherwise
+            users = (user for user in node.users if user not in self._callers)
+            self._kept[node] = all(map(self._keeps, users)) and all(
+                map(self._stays, self._inside.get(node, ()))
+            )
+        return self._kept[node]
+
+    def _keeps(self, user: Node) -> bool:
+        return is_pure(user) and (not may_be_a_view(user) or self._stays(user))
 
 
 def _is_alike(node: Node) -> bool:
@@ -57,17 +63,18 @@ def _is_alike(node: Node) -> bool:
     return kept != "product" or isinstance(node.args[1], int | float)
 
 
-def _operands(module: GraphModule) -> Iterator[tuple[Node, Node]]:
-    """Yield the inputs of graphs that are called once, as those of checkpointed layers, and what
-    they are called with."""
+def _calls(module: GraphModule) -> Iterator[tuple[Node, list[tuple[Node, Node]]]]:
+    """Yield the nodes that call a graph which nothing else calls, as those of checkpointed layers,
+    with its inputs and what they are called with."""
     for outer in (each for each in module.modules() if isinstance(each, GraphModule)):
         for node in outer.graph.nodes:
             body = node.args[0] if node.op == "call_function" and node.args else None
             if not isinstance(body, Node) or body.op != "get_attr" or len(body.users) != 1:
                 continue
             inner = getattr(outer, str(body.target), None)
-            if isinstance(inner, GraphModule):
+            given = [one for one in node.all_input_nodes if one is not body]
+            if isinstance(inner, GraphModule) and not {*given} - {*node.args[1:]}:
                 inputs = [one for one in inner.graph.nodes if one.op == "placeholder"]
                 if len(inputs) == len(node.args) - 1:
                     pairs = zip(inputs, node.args[1:], strict=True)
-                    yield from (pair for pair in pairs if isinstance(pair[1], Node))
+                    yield node, [pair for pair in pairs if isinstance(pair[1], Node)]

@@ -62,7 +62,13 @@ def order_in_memory(tensor: torch.Tensor) -> tuple[int, ...] | None:
         return None
     *leading, last = range(len(steps))
     orders = ((*order, last) for order in permutations(leading))
-    return next((order for order in orders if _is_dense([steps[i] for i in order])), None)
+    return next((order for order in orders if is_dense(tensor, order)), None)
+
+
+def is_dense(tensor: torch.Tensor, order: Sequence[int]) -> bool:
+    """Return True if a tensor is contiguous in an order of its dimensions."""
+    steps = tuple(zip(tensor.shape, tensor.stride(), strict=True))
+    return _is_dense([steps[i] for i in order])
 
 
 def _is_dense(steps: Sequence[tuple[Any, Any]]) -> bool:

@@ -1,51 +1,46 @@
-"""Says which memory the nodes of graphs before autograd may change."""
+"""Says of which nodes of graphs before autograd it is known that they write to nothing. A pure one
+that is not known costs speed, and one that wrote unseen would cost right results."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
 
-from torch._ops import HigherOrderOperator
+import torch
 from torch.fx import Node
 
-_PURE = ("torch", "builtins", "math", "")
-"""The packages whose functions say by their names or arguments that they write to something, as by
-`add_`, `out` and `inplace`."""
+from .spellings import kind
+
+_RESULTS = (
+    *(operator.matmul, torch.matmul, "matmul", torch.bmm, torch.nn.functional.linear),
+    *("size", "item", operator.sub, operator.floordiv, operator.truediv, operator.mod),
+)
+"""Functions and methods that compute something new, beside those that have a kind."""
+_PARTS = (operator.getitem, torch.split, "split", "contiguous", "expand", "flatten")
+"""Those whose result may be the memory of what they take."""
+_VIEWS = ("cast", "halves", "unsqueezed", "transposed", "permuted", "viewed")
+"""Kinds of operations of which the same is true."""
 
 
-def written_by(node: Node) -> list[Node]:
-    """Return the tensors that a node may write to: all that it takes, of a function that is not
-    PyTorch's. What a graph writes that it calls, nodes of that graph say."""
-    everything = node.all_input_nodes
-    if node.op in ("placeholder", "get_attr", "output") or not everything:
-        return []
-    first, target = everything[:1], node.target
-    if isinstance(target, HigherOrderOperator):
-        return [] if first[0].op == "get_attr" else everything
-    schema = getattr(target, "_schema", None)
-    if schema is not None:
-        return everything if schema.is_mutable else []
-    if node.op == "call_method":
-        return first if str(target).endswith("_") else []
-    if node.op != "call_function" or "out" in node.kwargs:
-        return everything
-    name, module = (str(getattr(target, of, None) or "") for of in ("__name__", "__module__"))
-    if module in ("_operator", "operator"):
-        in_place = name.startswith("i") and hasattr(operator, name[1:])
-        return first if in_place or target in (operator.setitem, operator.delitem) else []
-    if node.kwargs.get("inplace") or (name.endswith("_") and not name.startswith("_")):
-        return first
-    return [] if module.partition(".")[0] in _PURE else everything
-
-
-def changes_how(node: Node) -> bool:
-    """Return True if a node may change how those behind it are computed, such as the modes of
-    autograd and autocast, or calls a graph."""
-    if isinstance(node.target, HigherOrderOperator):
+def is_pure(node: Node) -> bool:
+    """Return True for a node that only computes a result: it changes neither memory nor how others
+    are computed."""
+    if node.op in ("placeholder", "get_attr"):
         return True
-    if node.op != "call_function" or getattr(node.target, "_schema", None) is not None:
+    if node.op not in ("call_function", "call_method") or "out" in node.kwargs:
         return False
-    return str(getattr(node.target, "__name__", "")).startswith("_")
+    schema = getattr(node.target, "_schema", None)
+    if schema is not None:
+        return not schema.is_mutable and not node.is_impure()
+    return kind(node) is not None or node.target in (*_RESULTS, *_PARTS)
+
+
+def may_be_a_view(node: Node) -> bool:
+    """Return True for a pure node whose result may be the memory of what it takes."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is not None:
+        return any(one.alias_info is not None for one in schema.returns)
+    return kind(node) in _VIEWS or node.target in _PARTS
 
 
 def nodes_between(first: Node, last: Node) -> Iterator[Node]:

@@ -12,7 +12,7 @@ from ..operations import RMSNORM_ROPE_BACKWARD
 from ..operations.formula import evaluate, wide_dtype
 from ..operations.rmsnorm_rope import rmsnorm_rope
 from ..torch_internals import is_batched, is_plain, transforms_active, watched
-from .gradients import autograd_of
+from .gradients import autograd_of, autograd_of_backward
 from .library import Served, define, differentiate
 from .row_nodes import applied, is_ours
 
@@ -183,6 +183,13 @@ def _by_formula(*given: Any) -> Any:
     return formula(*given[:-1], **flags_of(given[-1]))
 
 
-differentiate(
-    rms_norm_rope_forward, autograd_of(rms_norm_rope_forward, _run, RotatedNode, _by_formula)
-)
+_kernel = autograd_of(rms_norm_rope_forward, _run, RotatedNode, _by_formula)
+
+
+def _autograd(keys: Any, *given: Any) -> Any:
+    learnt = any(one.requires_grad for one in given[2:4])  # only PyTorch's operators have that
+    return _by_formula(*given) if learnt and torch.is_grad_enabled() else _kernel(keys, *given)
+
+
+differentiate(rms_norm_rope_forward, _autograd)
+differentiate(rms_norm_rope_backward, autograd_of_backward(rms_norm_rope_backward, _run_backward))

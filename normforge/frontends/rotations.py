@@ -20,8 +20,8 @@ from torch.fx import GraphModule, Node
 from ..serve.checks import FLOATS
 from ..shape_names import rotation_name
 from .equal_halves import EqualHalves
-from .graph_values import add_call, in_one_place, same_size, value_of
-from .graph_writes import changes_how, nodes_between, written_by
+from .graph_values import add_call, in_one_place, is_dense, same_size, value_of
+from .graph_writes import is_pure, nodes_between
 from .rope_node import rms_norm_rope_forward
 from .rotation_reader import Heads, Rotation, read_rotation
 from .routes import arguments_of, getitems
@@ -73,10 +73,11 @@ def _fuse(
     fits = all(_fits(one, turned, heads) and alike(one) for one in numbers)
     if not fits or result.dtype != rows.dtype or eps is None:
         return False
+    if not is_dense(result, (0, 2, 1, 3) if heads.transposed else (0, 1, 2, 3)):
+        return False  # as rows behind the norm, which parts that are joined are not
     if not in_one_place((heads.norm, turned.result)):
         return False
-    between = nodes_between(heads.norm, turned.result)
-    if any(written_by(node) or changes_how(node) for node in between):
+    if not all(map(is_pure, nodes_between(heads.norm, turned.result))):
         return False
     rotation = rotation_name(turned.columns, rows.shape[-1], joined=heads.joined)
     if heads.joined and turned.columns != value_of(turned.x).shape[-1]:

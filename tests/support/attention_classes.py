@@ -22,10 +22,12 @@ def rotate_half(x: torch.Tensor) -> torch.Tensor:
 
 def apply_rotary_pos_emb(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    turned = []
+    turned, columns = [], cos.shape[-1]
     for x in (q, k):
-        x, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-        turned.append(torch.cat((x * cos + rotate_half(x) * sin, rest), -1))
+        rest = x[..., columns:] if columns < x.shape[-1] else None
+        x = x if rest is None else x[..., :columns]
+        y = x * cos + rotate_half(x) * sin
+        turned.append(y if rest is None else torch.cat((y, rest), -1))
     return tuple(turned)
 
 
