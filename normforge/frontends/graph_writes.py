@@ -17,7 +17,7 @@ _RESULTS = (
 )
 """Functions and methods that compute something new, beside those that have a kind."""
 _PARTS = (operator.getitem, torch.split, "split", "contiguous", "expand", "flatten")
-"""Those whose result may be the memory of what they take."""
+"""Functions and methods whose result may be the memory of what they take."""
 _VIEWS = ("cast", "halves", "unsqueezed", "transposed", "permuted", "viewed")
 """Kinds of operations of which the same is true."""
 

@@ -165,6 +165,20 @@ def test_the_operators_are_what_pytorch_asks_of_one() -> None:
         torch.library.opcheck(rms_norm_rope_backward, (dy, *given))
 
 
+def test_the_operator_gives_angles_their_gradients() -> None:
+    """They are those of the formula; and its backward refuses to be differentiated."""
+    x, dy = (torch.randn(7, 1, H * D, dtype=torch.float64) for _ in range(2))
+    cos, sin = (one.requires_grad_() for one in halves(*turns(7)))
+    given, flags = (x, None, cos, sin, 1e-6, 0.0), {"joined": True}
+    found = torch.autograd.grad(rms_norm_rope_forward(*given, JOINED), [cos, sin], dy)
+    torch.testing.assert_close(found, torch.autograd.grad(formula(*given, **flags), [cos, sin], dy))
+    slope = x.clone().requires_grad_()
+    angles = (cos.detach(), sin.detach())
+    dx, _ = rms_norm_rope_backward(dy, slope, None, *angles, 1e-6, 0.0, JOINED)
+    with pytest.raises(RuntimeError):
+        dx.sum().backward()
+
+
 def test_a_traced_graph_has_one_operator_for_each_direction() -> None:
     leaves, of_turns = drawn(B, S, dtype=torch.float32), turns(S, dtype=torch.float32)
 

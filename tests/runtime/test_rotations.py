@@ -560,7 +560,7 @@ MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     "Glm4Moe": (0, {"use_qk_norm": True, "first_k_dense_replace": 2}),  # in another order
     "Olmo2": (4, {}),
 }
-"""How many norms are joined, and what else models are made with."""
+"""Models, with the number of norms that are joined, and what else they are made with."""
 
 
 @pytest.mark.parametrize("name", MODELS)
