@@ -8,8 +8,9 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
+from .graph_values import graph_modules
 from .graph_writes import is_pure, may_be_a_view
-from .spellings import kind, last_dims, parts_joined
+from .spellings import argument, kind, last_dims, parts_joined
 
 _ALIKE = ("cast", "cosine", "sine", "unsqueezed", "product")
 """Kinds of operations that treat both halves of the columns alike: products with numbers."""
@@ -58,7 +59,7 @@ def _is_alike(node: Node) -> bool:
     if kept not in _ALIKE or not node.args:
         return False
     if kept == "unsqueezed":
-        dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+        dim = argument(node, 1, "dim")
         return isinstance(dim, int) and dim not in last_dims(node)
     return kept != "product" or isinstance(node.args[1], int | float)
 
@@ -66,7 +67,7 @@ def _is_alike(node: Node) -> bool:
 def _calls(module: GraphModule) -> Iterator[tuple[Node, list[tuple[Node, Node]]]]:
     """Yield the nodes that call a graph which nothing else calls, as those of checkpointed layers,
     with its inputs and what they are called with."""
-    for outer in (each for each in module.modules() if isinstance(each, GraphModule)):
+    for outer in graph_modules(module):
         for node in outer.graph.nodes:
             body = node.args[0] if node.op == "call_function" and node.args else None
             if not isinstance(body, Node) or body.op != "get_attr" or len(body.users) != 1:

@@ -14,7 +14,7 @@ Inductor that keeps them, and routes them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from torch.fx import GraphModule, Node
 
 from .additions import fold_additions
 from .decomposed import replace_decomposed
+from .graph_values import graph_modules
 from .inductor import FILES, SLOT, is_free, missing_beside
 from .layouts import ask_for_layouts
 from .left import write_out
@@ -57,11 +58,6 @@ def find_norms(graph: torch.fx.Graph, norm: AnyOperators) -> list[Node]:
     """
     targets = norm_operators(norm)
     return [node for node in graph.nodes if node.op == "call_function" and node.target in targets]
-
-
-def graph_modules(module: GraphModule) -> Iterator[GraphModule]:
-    """A module and those nested in it, such as the bodies of higher-order operators."""
-    return (each for each in module.modules() if isinstance(each, GraphModule))
 
 
 def tag(

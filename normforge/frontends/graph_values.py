@@ -4,12 +4,12 @@ here fixes a symbol."""
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import permutations
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 _PLACE = ("custom", "recompute", "ac_graph_id", "partitioner_tag")
 """Keys that other passes and users write into meta, to say on which stream, in which region and in
@@ -20,11 +20,21 @@ _MOST_DIMENSIONS = 5
 """There are 24 orders of so many, of which the last stays."""
 
 
+def graph_modules(module: GraphModule) -> Iterator[GraphModule]:
+    """A module and those nested in it, such as the bodies of higher-order operators."""
+    return (each for each in module.modules() if isinstance(each, GraphModule))
+
+
 def value_of(node: Any) -> Any:
     """The fake value of a node, in a graph of make_fx, AOTAutograd or Dynamo; None without one."""
     if not isinstance(node, Node):
         return None
     return node.meta.get("val", node.meta.get("example_value"))
+
+
+def wants_gradient(node: Any) -> bool:
+    """Return True for a tensor that a gradient is computed of."""
+    return bool(getattr(value_of(node), "requires_grad", False))
 
 
 def in_one_place(nodes: Iterable[Node]) -> bool:

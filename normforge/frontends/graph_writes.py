@@ -29,9 +29,8 @@ def is_pure(node: Node) -> bool:
         return True
     if node.op not in ("call_function", "call_method") or "out" in node.kwargs:
         return False
-    schema = getattr(node.target, "_schema", None)
-    if schema is not None:
-        return not schema.is_mutable and not node.is_impure()
+    if hasattr(node.target, "_schema"):
+        return is_pure_operator(node)
     return kind(node) is not None or node.target in (*_RESULTS, *_PARTS)
 
 
@@ -43,7 +42,13 @@ def may_be_a_view(node: Node) -> bool:
     return kind(node) in _VIEWS or node.target in _PARTS
 
 
-def nodes_between(first: Node, last: Node) -> Iterator[Node]:
+def is_pure_operator(node: Node) -> bool:
+    """Return True for a call of an operator with a schema that only computes results."""
+    schema = getattr(node.target, "_schema", None)
+    return not (schema is None or schema.is_mutable or not schema.returns or node.is_impure())
+
+
+def between(first: Node, last: Node) -> Iterator[Node]:
     """Yield the nodes of a graph from behind one to before another."""
     node = first.next
     while node is not last:

@@ -17,7 +17,6 @@ from torch.compiler import is_dynamo_compiling
 from ..operations import RMSNORM_ADD_FORWARD
 from ..serve.checks import check_forward
 from ..serve.kernels import Source
-from ..serve.options import DTYPES
 from ..torch_internals import (
     float_of,
     is_plain,
@@ -29,7 +28,7 @@ from ..torch_internals import (
 from .dtensor import is_dtensor
 from .graph_values import same_size
 from .nodes import EagerNormAndAdd
-from .row_functions import ForwardKernels, ForwardPackage, has_kernel, sizes_of
+from .row_functions import ForwardKernels, ForwardPackage, asked_of, has_kernel
 from .row_nodes import applied
 from .unfused import norm_then_add
 
@@ -50,12 +49,11 @@ class NormAndAdd(ForwardKernels):
     def serves(self, x: torch.Tensor, weight: torch.Tensor | None, offset: bool) -> bool:
         """Return True if there is a kernel for rows like x, which may be a fake of sizes that
         tracing does not know."""
-        scale = x if weight is None else weight
-        sizes, dtype = sizes_of(x), DTYPES.get(x.dtype, "")
-        served = x.is_cuda and dtype and scale.dtype in DTYPES and not self.missing
-        if not served or sizes is None or not same_size(scale.shape[-1], sizes[1]):
+        asked = asked_of(x, weight)
+        if asked is None or self.missing:
             return False
-        return self.has_kernel(*sizes, dtype, DTYPES[scale.dtype], offset)
+        scale = x if weight is None else weight
+        return same_size(scale.shape[-1], asked[1]) and self.has_kernel(*asked, offset)
 
     def has_kernel(self, M: int, N: int, dtype: str, weight_dtype: str, offset: bool) -> bool:
         """Return True if there is a kernel for M rows of N columns of these dtypes, or one without

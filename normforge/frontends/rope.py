@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..operations import RMSNORM_ROPE_BACKWARD, RMSNORM_ROPE_FORWARD, ROTATED
-from ..serve.options import DTYPES, SMALLEST_EPS
+from ..serve.options import SMALLEST_EPS
 from ..shape_names import rotation_name
 from ..torch_internals import float_of, served_dtype
 from .library import Served
@@ -26,7 +26,7 @@ from .rope_node import (
     rotated_norm,
 )
 from .rope_packed import packed_norms, parts_of
-from .row_functions import OneOperation, RowFunctions, has_kernel, sizes_of
+from .row_functions import OneOperation, RowFunctions, asked_of, has_kernel
 
 
 class RotatedFunctions(RowFunctions):
@@ -165,6 +165,8 @@ class RotatedFunctions(RowFunctions):
 
     def form_named(self, joined: bool = False, interleaved: bool = False) -> str:
         """Return the name that operators know a form of these functions by."""
+        if not (joined or interleaved):  # at every call
+            return self.name
         return "+".join((self.name, *compress(FORMS, (joined, interleaved))))
 
     def serves(
@@ -177,12 +179,10 @@ class RotatedFunctions(RowFunctions):
     ) -> bool:
         """Return True if there are kernels for rows like x, which may be a fake of sizes that
         tracing does not know. rotation: as shape_names.py has it; trains: backwards, too."""
-        scale = x if weight is None else weight
-        sizes, dtype = sizes_of(x), DTYPES.get(x.dtype, "")
-        if not x.is_cuda or not dtype or scale.dtype not in DTYPES or sizes is None:
+        asked = asked_of(x, weight)
+        if asked is None:
             return False
         directions = (RMSNORM_ROPE_FORWARD, RMSNORM_ROPE_BACKWARD)[: 1 + trains]
-        asked = (*sizes, dtype, DTYPES[scale.dtype])
         options: Any = {"offset": offset, "rotation": rotation}
         return all(has_kernel(self.server(one), *asked, **options) for one in directions)
 

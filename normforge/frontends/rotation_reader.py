@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from .graph_values import same_size, value_of
 from .routes import arguments_of
-from .spellings import cast_of, kind, last_dims, only_user, other_factor, parts_joined
+from .spellings import argument, cast_of, kind, last_dims, only_user, other_factor, parts_joined
 
 
 class Rotation(NamedTuple):
@@ -87,8 +87,7 @@ def _part_of(node: Any, x: Node) -> tuple[int, int] | None:
     at: Any = node.args[1]
     width = value_of(x).shape[-1]
     if isinstance(source, Node) and kind(source) == "halves" and source.args[0] is x:
-        dim = source.args[2] if len(source.args) > 2 else source.kwargs.get("dim", 0)
-        count = source.args[1] if len(source.args) > 1 else source.kwargs.get("chunks")
+        count, dim = argument(source, 1, "chunks"), argument(source, 2, "dim", 0)
         if count == 2 and dim in last_dims(x) and at in (0, 1) and width % 2 == 0:
             return at * width // 2, (at + 1) * width // 2
     if source is not x or not isinstance(at, tuple) or len(at) != 2 or at[0] is not Ellipsis:

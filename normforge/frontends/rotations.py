@@ -20,8 +20,16 @@ from torch.fx import GraphModule, Node
 from ..serve.checks import FLOATS
 from ..shape_names import rotation_name
 from .equal_halves import EqualHalves
-from .graph_values import add_call, in_one_place, is_dense, same_size, value_of
-from .graph_writes import is_pure, nodes_between
+from .graph_values import (
+    add_call,
+    graph_modules,
+    in_one_place,
+    is_dense,
+    same_size,
+    value_of,
+    wants_gradient,
+)
+from .graph_writes import between, is_pure
 from .rope_node import rms_norm_rope_forward
 from .rotation_reader import Heads, Rotation, read_rotation
 from .routes import arguments_of, getitems
@@ -38,15 +46,14 @@ def fuse_rotations(module: GraphModule, operators: Any) -> int:
         return 0
     functions = import_module(operators.rotated).functions
     alike, fused = EqualHalves(module), 0
-    for each in module.modules():
-        if isinstance(each, GraphModule):
-            order = {node: i for i, node in enumerate(each.graph.nodes)}
-            found = [one for node in order if (one := read_rotation(node, operators)) is not None]
-            count = sum(_fuse(each.graph, *one, order, alike, functions) for one in found)
-            if count:
-                each.graph.lint()
-                each.recompile()
-                fused += count
+    for each in graph_modules(module):
+        order = {node: i for i, node in enumerate(each.graph.nodes)}
+        found = [one for node in order if (one := read_rotation(node, operators)) is not None]
+        count = sum(_fuse(each.graph, *one, order, alike, functions) for one in found)
+        if count:
+            each.graph.lint()
+            each.recompile()
+            fused += count
     if fused:
         _log.info("joined %d norms of heads and the rotary embeddings behind them", fused)
     return fused
@@ -77,12 +84,12 @@ def _fuse(
         return False  # as rows behind the norm, which parts that are joined are not
     if not in_one_place((heads.norm, turned.result)):
         return False
-    if not all(map(is_pure, nodes_between(heads.norm, turned.result))):
+    if not all(map(is_pure, between(heads.norm, turned.result))):
         return False
     rotation = rotation_name(turned.columns, rows.shape[-1], joined=heads.joined)
     if heads.joined and turned.columns != value_of(turned.x).shape[-1]:
         return False
-    trains = torch.is_grad_enabled() and any(_wants_gradient(one) for one in (rows, scale))
+    trains = torch.is_grad_enabled() and any(map(wants_gradient, (x, weight)))
     if not functions.serves(rows, scale, rotation, offset != 0, trains):
         return False
     name = functions.form_named(joined=heads.joined)
@@ -105,10 +112,6 @@ def _fits(number: Node, turned: Rotation, heads: Heads) -> bool:
     )
     whole = same_size(value.shape[-1], turned.columns) and same_size(value.shape[at_heads], 1)
     return along and whole and not value.requires_grad and value.device == x.device
-
-
-def _wants_gradient(value: Any) -> bool:
-    return bool(getattr(value, "requires_grad", False))
 
 
 def _replace(

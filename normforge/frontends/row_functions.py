@@ -125,6 +125,15 @@ def sizes_of(x: torch.Tensor) -> tuple[int, int] | None:
     return max(1, x.shape[:-1].numel()) if known else _MANY, width
 
 
+def asked_of(x: torch.Tensor, weight: torch.Tensor | None) -> tuple[int, int, str, str] | None:
+    """Return M, N and the dtypes of rows and weight, as kernels are asked for; None where none may
+    serve. x: as of `sizes_of`."""
+    scale, sizes = x if weight is None else weight, sizes_of(x)
+    if not x.is_cuda or x.dtype not in DTYPES or scale.dtype not in DTYPES or sizes is None:
+        return None
+    return *sizes, DTYPES[x.dtype], DTYPES[scale.dtype]
+
+
 def has_kernel(
     server: RowServer, M: int, N: int, dtype: str, weight: str, *, offset: bool, **options: Any
 ) -> bool:

@@ -51,6 +51,11 @@ def kind(node: Any) -> str | None:
     return found if found in _WITH_OPTIONS or not node.kwargs else None
 
 
+def argument(node: Node, place: int, name: str, default: Any = None) -> Any:
+    """Return what a call is given at a place, or by a name."""
+    return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
+
+
 def only_user(node: Node) -> Node | None:
     users = list(node.users)
     return users[0] if len(users) == 1 else None
@@ -81,7 +86,7 @@ def parts_joined(node: Any) -> list[Node] | None:
     if kind(node) != "joined":
         return None
     parts = node.args[0] if node.args else None
-    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+    dim = argument(node, 1, "dim", 0)
     if not isinstance(parts, list | tuple) or len(parts) != 2 or dim not in last_dims(node):
         return None
     return [*parts] if all(isinstance(one, Node) for one in parts) else None

@@ -23,7 +23,7 @@ from .gradients import autograd_of_backward
 from .graph_values import same_size
 from .library import define, differentiate
 from .operators import SCHEMAS, Operators, fake_backward
-from .row_functions import OneOperation, has_kernel, sizes_of
+from .row_functions import OneOperation, asked_of, has_kernel
 
 
 class SumBackward:
@@ -61,15 +61,13 @@ class SumBackward:
     ) -> bool:
         """Return True if there is a kernel for so many gradients and rows like x, which may be a
         fake of sizes that tracing does not know."""
-        sizes, server = sizes_of(x), self.server(count)
-        known = x.dtype in DTYPES and weight.dtype in DTYPES
-        if not x.is_cuda or not known or sizes is None or server.missing:
+        asked, server = asked_of(x, weight), self.server(count)
+        if asked is None or server.missing:
             return False
-        if weight.dim() != 1 or not same_size(weight.shape[0], sizes[1]):
+        if weight.dim() != 1 or not same_size(weight.shape[0], asked[1]):
             return False
         residual = "" if dresidual is None else DTYPES.get(dresidual.dtype, "none")
-        names = (DTYPES[x.dtype], DTYPES[weight.dtype])
-        return has_kernel(server, *sizes, *names, offset=offset, residual=residual)
+        return has_kernel(server, *asked, offset=offset, residual=residual)
 
     @staticmethod
     def may_serve(x: torch.Tensor) -> bool:

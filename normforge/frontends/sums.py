@@ -11,6 +11,7 @@ import torch
 from torch.fx import Node
 
 from .graph_values import are_alike, in_one_place, is_contiguous, value_of
+from .graph_writes import between, is_pure_operator
 from .routes import arguments_of, calls_of, getitems, replace_node
 
 _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
@@ -93,12 +94,8 @@ def nodes_between(first: Node, last: Node) -> set[Any] | None:
     its results, or if the two run in different places."""
     if not in_one_place((first, last)):
         return None
-    between = []
-    node = first.next
-    while node is not last:
-        between.append(node)
-        node = node.next
-    return set(between) if _are_pure(between) else None
+    found = [*between(first, last)]
+    return set(found) if _are_pure(found) else None
 
 
 def _are_pure(nodes: Iterable[Node]) -> bool:
@@ -107,7 +104,6 @@ def _are_pure(nodes: Iterable[Node]) -> bool:
             continue
         if isinstance(value_of(node), torch.SymInt | torch.SymFloat | torch.SymBool):
             continue
-        schema = getattr(node.target, "_schema", None)
-        if schema is None or schema.is_mutable or not schema.returns or node.is_impure():
+        if not is_pure_operator(node):
             return False
     return True

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Node
 
-from .graph_values import are_alike, is_contiguous, value_of
+from .graph_values import are_alike, is_contiguous, value_of, wants_gradient
 from .neighbours import (
     are_as_many,
     behind_views,
@@ -99,14 +99,14 @@ class Worth:
             only_sums = all(kind_of(node) in ("sum", "view") for node in fused - {result})
             more = 2 + 3 * (trains and not only_sums)
             if trains and not only_sums:
-                backward += 2 * _bytes(one for one in inputs if _wants_gradient(one))
+                backward += 2 * _bytes(one for one in inputs if wants_gradient(one))
         written = _bytes(one for one in outputs if are_as_many(one, result))
         forward += written + _bytes(inputs)
         without = forward + (backward + written - size if trains else 0)
         return Moved(without + cost + more * value_of(result).element_size(), without)
 
     def _trains(self, x: Node, weight: Any) -> bool:
-        return self._may_train and (_wants_gradient(x) or _wants_gradient(weight))
+        return self._may_train and (wants_gradient(x) or wants_gradient(weight))
 
     def _adds_behind(self, rows: torch.Tensor, weight: Any, offset: float, y: Node) -> bool:
         """Return True if the package's norm computes the only thing that is made of its result."""
@@ -147,10 +147,6 @@ def _terms(total: Any) -> list[Node] | None:
 
 def _leaves(node: Node, fused: set[Node]) -> bool:
     return any(user not in fused for user in node.users)
-
-
-def _wants_gradient(node: Any) -> bool:
-    return bool(getattr(value_of(node), "requires_grad", False))
 
 
 def _bytes(nodes: Iterable[Node]) -> int:

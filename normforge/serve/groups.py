@@ -51,8 +51,8 @@ def rotation_of(signature: Signature, given: Mapping[str, Any], x: torch.Tensor)
     first = next((given[tensor.name] for tensor in signature.groups), None)
     if first is None:
         return ""
-    flags = (bool(given.get(name)) for name in ("interleaved", "joined"))
-    return rotation_name(2 * first.shape[-1], x.shape[-1], *flags)
+    interleaved, joined = bool(given.get("interleaved")), bool(given.get("joined"))
+    return rotation_name(2 * first.shape[-1], x.shape[-1], interleaved, joined)
 
 
 def _matrix(tensor: torch.Tensor, groups: torch.Size, period: int) -> torch.Tensor:

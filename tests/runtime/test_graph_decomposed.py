@@ -14,7 +14,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from normforge.api import Package
-from normforge.frontends.graph_pass import graph_modules, make_backend, route
+from normforge.frontends.graph_pass import make_backend, route
+from normforge.frontends.graph_values import graph_modules
 from tests.support.entry_points import Training, equal_bits, grads, needs_whole_forward, randn
 from tests.support.graph_steps import results
 from tests.support.norm_classes import (

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import normforge
 from normforge.api import Package
-from normforge.frontends.graph_pass import graph_modules, make_backend, route_before_autograd
-from normforge.frontends.graph_values import value_of
+from normforge.frontends.graph_pass import make_backend, route_before_autograd
+from normforge.frontends.graph_values import graph_modules, value_of
 from normforge.frontends.graph_writes import is_pure
 from normforge.frontends.rope import RotatedFunctions
 from normforge.frontends.rope_node import rms_norm_rope_forward
