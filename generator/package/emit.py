@@ -30,16 +30,21 @@ ORDER_OF_DW = ("rows_per_cta", "run_rows", "group_rows")
 def check_package(package: Path, target: Target) -> None:
     """Raise NormforgeError unless winners for `target` can be added to what is at `package`."""
     check_writable(package)
-    table, forward = _read_table(package, target), read_forward_table(package)
-    if table is not None:
-        forwards: Iterator[KernelOf[Any]] = forward.kernels() if forward else iter(())
-        try:
-            check_cubins(package, chain(table.kernels(), forwards))
-        except (OSError, ValueError) as error:
-            raise NormforgeError(
-                f"the kernels of {package} are damaged ({error}): restore them, or move the folder "
-                "away, and the same command writes it again from the trials that it finds"
-            ) from error
+    if _read_table(package, target) is not None:
+        check_kernels(package)
+
+
+def check_kernels(package: Path) -> None:
+    """Raise NormforgeError unless a package has all kernels of its tables."""
+    table, forward = load_table(package), read_forward_table(package)
+    forwards: Iterator[KernelOf[Any]] = forward.kernels() if forward else iter(())
+    try:
+        check_cubins(package, chain(table.kernels(), forwards))
+    except (OSError, ValueError) as error:
+        raise NormforgeError(
+            f"the kernels of {package} are damaged ({error}): restore them, or move the folder "
+            "away, and the same command writes it again from the trials that it finds"
+        ) from error
 
 
 def emit_package(

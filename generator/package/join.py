@@ -14,7 +14,7 @@ from generator.errors import NormforgeError
 from generator.kernels.code_digest import compiler_input
 from generator.kernels.nvrtc import compile_source, nvrtc_version
 from generator.package.atomic_folder import check_writable, replacing_folder
-from generator.package.emit import emit_package, load_table, read_forward_table
+from generator.package.emit import check_kernels, emit_package, load_table, read_forward_table
 from generator.package.entries import Entry, Forwards, problem_of
 from generator.package.sources import variant_of
 from generator.studies.records import StudyFacts
@@ -26,13 +26,14 @@ def join_package(source: Path, package: Path) -> tuple[int, tuple[str, ...]]:
     """Extend a package by the tuned kernels of another one that it lacks, or that were chosen later
     than its own, but for predicted ones where its own are measured. Returns how many these are, and
     the shapes whose bits may change because they had another kernel. Fallback kernels stay. Where
-    there is no package yet, it becomes a copy of the other one.
+    there is no package yet, it becomes a copy of the other one, if that has all its kernels.
 
     Raises NormforgeError, leaving the package as it was, for packages that cannot be read or are
     of different GPUs, and where a kernel is another one with this NVRTC and today's templates.
     """
     table = load_table(source)
     if not package.exists():
+        check_kernels(source)
         check_writable(package)
         with replacing_folder(package) as fresh:
             shutil.copytree(source, fresh, dirs_exist_ok=True)

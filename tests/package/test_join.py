@@ -16,6 +16,7 @@ from generator.package.entries import Entry, Forwards
 from generator.package.join import join_package
 from generator.package.sources import source_of
 from generator.problem import Problem
+from normforge.cubins import CUBINS
 from normforge.table import TABLE, ForwardTable, Table
 from tests.support.forward import of_kind
 from tests.support.packages import H200, compiled, entry, put, snapshot
@@ -89,6 +90,15 @@ def test_where_there_is_no_package_it_becomes_a_copy(package: Path, tmp_path: Pa
     put(source, dated(A, EARLY), dated(B, EARLY))
     assert join_package(source, package) == (2, ())
     assert snapshot(package) == snapshot(source)
+
+
+def test_a_package_without_its_kernels_is_not_copied(package: Path, tmp_path: Path) -> None:
+    source = tmp_path / "other" / package.name
+    put(source, dated(A, EARLY))
+    (source / CUBINS).unlink()
+    with pytest.raises(NormforgeError, match=f"the kernels of {source} are damaged"):
+        join_package(source, package)
+    assert not package.exists()
 
 
 def test_forwards_come_also_where_no_backward_does(package: Path, tmp_path: Path) -> None:
