@@ -168,6 +168,7 @@ class Problem(ItemSizes):
             (signature.columns, self.offset, "option +offset"),
             ("residual" in options, self.residual, "option +residual"),
             (signature.groups, self.rotation, f"option +{self.rotation}"),
+            ("joined" in signature.names, self.joined, f"option +{self.rotation}"),
         ):
             if given and not has:
                 raise NormforgeError(f"shape {self}: {self.operation} has no {what}; leave it out")

@@ -27,6 +27,7 @@ __all__ = [
     "PROVENANCE",
     "RMSNorm",
     "RMSNormGated",
+    "apply_rope",
     "collect",
     "explain",
     "graph_pass",
@@ -75,7 +76,7 @@ _serving = "rmsnorm"  # the module whose names these are
 _MODULES = ("batch_invariant", "gated", "layernorm", "quantized", "rmsnorm", "rope")
 _ELSEWHERE = {
     **dict.fromkeys(("RMSNormGated", "rms_norm_gated"), "gated"),
-    **dict.fromkeys(("qk_norm_rope", "rms_norm_rope"), "rope"),
+    **dict.fromkeys(("apply_rope", "qk_norm_rope", "rms_norm_rope"), "rope"),
     "rms_norm_quantized": "quantized",
 }
 
@@ -106,7 +107,7 @@ if TYPE_CHECKING:
         use_native,
         warmup,
     )
-    from .rope import qk_norm_rope, rms_norm_rope
+    from .rope import apply_rope, qk_norm_rope, rms_norm_rope
     from .serve.collect import Recorder
 else:
 

@@ -1,7 +1,7 @@
-"""RMSNorm of heads with the rotary embedding behind it, by kernels that were tuned for the GPU that
-this runs on.
+"""RMSNorm of heads with the rotary embedding behind it, and this alone, by kernels that were tuned
+for the GPU that this runs on.
 
-    from normforge.rope import qk_norm_rope, rms_norm_rope
+    from normforge.rope import apply_rope, qk_norm_rope, rms_norm_rope
 
 Where there is no package for a GPU, PyTorch's operators serve.
 """
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from normforge import functions_of, names_of
 
 __all__ = [
+    "apply_rope",
     "explain",
     "operators",
     "qk_norm_rope",
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from .frontends.rope import RotatedPackage
 
     _package = RotatedPackage(Path())
+    apply_rope = _package.apply_rope
     explain = _package.explain
     operators = _package.operators
     qk_norm_rope = _package.qk_norm_rope

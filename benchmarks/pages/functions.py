@@ -24,6 +24,7 @@ PREFIXES = {
     "layer_norm_module": "layernorm.",
     "gated": "gated.",
     "rope": "rope.",
+    "rotary": "rope.",
     "quantized": "quantized.",
 }
 """Modules of users, by a part of the path of what is in them."""

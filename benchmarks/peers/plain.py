@@ -24,6 +24,7 @@ NAMES = (
     "rmsnorm_fp8_backward",
     "rmsnorm_rope_forward",
     "rmsnorm_rope_backward",
+    "rope",
 )
 """The operations with a plain kernel."""
 
@@ -91,6 +92,10 @@ def _run(name: str, i: Any, programs: int, knobs: Launch) -> Results:
         y = torch.empty_like(x)
         given = (x, i.weight, i.cos, i.sin, y, rows, i.heads, i.eps, i.offset)
         kernels.rope_forward[grid](*given, N=N, **knobs)
+        return {"y": y}
+    if name == "rope":
+        y = torch.empty_like(x)
+        kernels.rope[grid](x, i.cos, i.sin, y, rows, i.heads, i.sign, N=N, **knobs)
         return {"y": y}
     dx, partial = torch.empty_like(x), wide(programs, N)
     if name == "gated_rmsnorm_backward":

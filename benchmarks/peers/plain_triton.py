@@ -181,6 +181,17 @@ def rope_backward(X, DY, W, C, S, DX, PARTIAL, rows, heads, eps, offset, N: tl.c
     tl.store(PARTIAL + columns + half, tl.sum(dw, 0))
 
 
+@triton.jit
+def rope(X, C, S, Y, rows, heads, sign, N: tl.constexpr, B: tl.constexpr):
+    half: tl.constexpr = N // 2
+    at, places, inside = _halves(tl.program_id(0), rows, N, B)
+    a, b = _load(X, places, inside), _load(X + half, places, inside)
+    cos, sin = _angles(C, S, at, rows, heads, N)
+    sin *= sign
+    tl.store(Y + places, (a * cos - b * sin).to(Y.dtype.element_ty), mask=inside)
+    tl.store(Y + half + places, (b * cos + a * sin).to(Y.dtype.element_ty), mask=inside)
+
+
 def columns_of(x: Any) -> dict[str, int]:
     """Return the columns of rows, and the power of two that a kernel makes of them."""
     return {"N": x.shape[-1], "P": triton.next_power_of_2(x.shape[-1])}

@@ -20,6 +20,7 @@ from generator.operations.rmsnorm_invariant_backward import RMSNORM_INVARIANT_BA
 from generator.operations.rmsnorm_quantized import RMSNORM_QUANTIZED
 from generator.operations.rmsnorm_rope import RMSNORM_ROPE_BACKWARD, RMSNORM_ROPE_FORWARD
 from generator.operations.rmsnorm_sum_backward import RMSNORM_SUM_BACKWARDS
+from generator.operations.rope import ROPE
 from generator.problem import FORWARDS, Problem
 from normforge import operations as library
 
@@ -37,6 +38,7 @@ OPERATIONS = {
         *GATED_FORWARDS,
         RMSNORM_ROPE_BACKWARD,
         RMSNORM_ROPE_FORWARD,
+        ROPE,
         *RMSNORM_QUANTIZED,
         *RMSNORM_SUM_BACKWARDS,
     )
@@ -80,6 +82,7 @@ __all__ = [
     "RMSNORM_ROPE_BACKWARD",
     "RMSNORM_ROPE_FORWARD",
     "RMSNORM_SUM_BACKWARDS",
+    "ROPE",
     "Operation",
     "add_operation",
     "operation_name",

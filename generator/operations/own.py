@@ -122,7 +122,7 @@ def _faults_of_template(operation: RowOperation, template: Path) -> Iterator[str
     for name in sorted(_written(operation.signature)):
         if name not in used:
             yield f"{template.name} never writes {{{{ {name} }}}}, which is an output"
-    if "row_sums" not in used:
+    if operation.signature.row_sums and "row_sums" not in used:
         yield f"{template.name} never adds to {{{{ row_sums[0] }}}}"
 
 

@@ -17,16 +17,34 @@ SERVED = "_normforge_served"
 """The name by which a rewritten forward knows the function that it calls."""
 
 
-class _Heads(ast.NodeTransformer):
-    """Takes the norms of queries and keys away, and calls another function in the place of the
-    rotation: of the module and what the rotation took."""
+class _Rotation(ast.NodeTransformer):
+    """Calls another function in the place of the rotation of queries and keys: of the module and
+    what the rotation took."""
 
     def __init__(self) -> None:
-        self.norms: list[str] = []
         self.turns = 0
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
+        match node:
+            case ast.Call(func=ast.Name(id=name), args=[_, _, _, _], keywords=[]) if (
+                name == _ROTATE
+            ):
+                self.turns += 1
+                node.func = ast.copy_location(ast.Name(SERVED, ast.Load()), node)
+                node.args.insert(0, ast.copy_location(ast.Name("self", ast.Load()), node))
+        return node
+
+
+class _Heads(_Rotation):
+    """Takes the norms of queries and keys away, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: list[str] = []
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        found = super().visit_Call(node)
         match node:
             case ast.Call(
                 func=ast.Attribute(value=ast.Name(id="self"), attr="q_norm" | "k_norm" as name),
@@ -35,13 +53,7 @@ class _Heads(ast.NodeTransformer):
             ):
                 self.norms.append(name)
                 return rows
-            case ast.Call(func=ast.Name(id=name), args=[_, _, _, _], keywords=[]) if (
-                name == _ROTATE
-            ):
-                self.turns += 1
-                node.func = ast.copy_location(ast.Name(SERVED, ast.Load()), node)
-                node.args.insert(0, ast.copy_location(ast.Name("self", ast.Load()), node))
-        return node
+        return found
 
 
 def of_class(kind: Any) -> ast.FunctionDef | None:
@@ -108,6 +120,20 @@ def heads_rotated(made: ast.FunctionDef) -> bool:
     found = _Heads()
     found.visit(made)
     return sorted(found.norms) == ["k_norm", "q_norm"] and found.turns == 1
+
+
+def rotated(made: ast.FunctionDef) -> bool:
+    """Rewrite the forward of an attention. Return False for one that does not rotate queries and
+    keys once."""
+    found = _Rotation()
+    found.visit(made)
+    return found.turns == 1
+
+
+def rotates(kind: Any) -> bool:
+    """Return True if a class's forward may call the rotation of queries and keys."""
+    code = getattr(plain_forward(kind), "__code__", None)
+    return code is not None and _ROTATE in code.co_names
 
 
 def compiled(kind: Any, made: ast.FunctionDef, served: Mapping[str, Forward]) -> Forward:

@@ -3,39 +3,25 @@ backward, or of those of all GPUs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from itertools import compress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
-from ..operations import RMSNORM_ROPE_BACKWARD, RMSNORM_ROPE_FORWARD, ROTATED
+from ..operations import RMSNORM_ROPE_BACKWARD, RMSNORM_ROPE_FORWARD, ROPE, ROTATED
 from ..serve.options import SMALLEST_EPS
 from ..shape_names import rotation_name
 from ..torch_internals import float_of, served_dtype
-from .library import Served
 from .rope_checks import check_heads, check_rotated, checked_heads, columns_of, turns_of
-from .rope_node import (
-    FORMS,
-    SERVED,
-    Gradients,
-    PackedGradients,
-    formula,
-    gradients_by_formula,
-    rotated_norm,
-)
+from .rope_node import Gradients, PackedGradients, formula, gradients_by_formula, rotated_norm
 from .rope_packed import packed_norms, parts_of
-from .row_functions import OneOperation, RowFunctions, asked_of, has_kernel
+from .rotary import RotaryFunctions
+from .row_functions import OneOperation, asked_of, has_kernel
 
 
-class RotatedFunctions(RowFunctions):
-    """The functions of RMSNorm with the rotary embedding. Safe to use from several threads."""
-
-    served: ClassVar[Served[Any]] = SERVED
-    packages = "rope_packages"
-    flags: Mapping[str, bool] = {}
-    """The flags of the operations that a form sets."""
+class RotatedFunctions(RotaryFunctions):
+    """The functions of RMSNorm with the rotary embedding, and of this alone. Safe to use from
+    several threads."""
 
     def explain(
         self,
@@ -49,14 +35,17 @@ class RotatedFunctions(RowFunctions):
         interleaved: bool = False,
         offset: bool = False,
         heads: int | None = None,
+        norm: bool = True,
     ) -> dict[str, Any]:
         """Say which kernel serves the backward (or the forward) of M aligned heads of N columns
         ("bf16", "fp16" or "fp32"), and why. rotary_dim, interleaved: as of `rms_norm_rope`; offset:
         whether the calls have a weight_offset; heads: of M rows of N columns, how many heads each
-        is, as there. Raises TypeError or ValueError where rows are not so many."""
+        is, as there; norm: False for `apply_rope`, whose directions have one kernel. Raises
+        TypeError or ValueError where rows are not so many."""
         if heads is not None:
             check_heads(N, heads, rotary_dim)
-        server = self.server(RMSNORM_ROPE_FORWARD if forward else RMSNORM_ROPE_BACKWARD)
+        operation = RMSNORM_ROPE_FORWARD if forward else RMSNORM_ROPE_BACKWARD
+        server = self.server(operation if norm else ROPE)
         rotated = columns_of(N, rotary_dim, heads)
         rotation = rotation_name(rotated, N, interleaved, heads is not None)
         return server.explain(M, N, dtype, weight_dtype, rotation=rotation, offset=offset)
@@ -163,12 +152,6 @@ class RotatedFunctions(RowFunctions):
         )
         return packed_norms(qkv, *weights, *of_turns, *rest)
 
-    def form_named(self, joined: bool = False, interleaved: bool = False) -> str:
-        """Return the name that operators know a form of these functions by."""
-        if not (joined or interleaved):  # at every call
-            return self.name
-        return "+".join((self.name, *compress(FORMS, (joined, interleaved))))
-
     def serves(
         self,
         x: torch.Tensor,
@@ -185,24 +168,6 @@ class RotatedFunctions(RowFunctions):
         directions = (RMSNORM_ROPE_FORWARD, RMSNORM_ROPE_BACKWARD)[: 1 + trains]
         options: Any = {"offset": offset, "rotation": rotation}
         return all(has_kernel(self.server(one), *asked, **options) for one in directions)
-
-    def of_form(self, form: str) -> RotatedFunctions:
-        """Return these functions in another form. Raises LookupError for one that is not in
-        FORMS."""
-        if form not in FORMS:
-            raise LookupError(form)
-        made = object.__new__(type(self))
-        flags = {**self.flags, form: True}
-        vars(made).update(vars(self), name=f"{self.name}+{form}", flags=flags)
-        self.served.add(made.name, made)
-        return made
-
-    def retire(self) -> None:
-        """Forget the forms of these functions: another package has taken the name."""
-        for form in FORMS:
-            found = self.served.known.pop(f"{self.name}+{form}", None)
-            if found is not None:
-                found.retire()
 
     def forward(self, *given: Any) -> torch.Tensor:
         """Return y without gradients, of arguments as of RotatedNorms."""

@@ -3,8 +3,8 @@ Gemma 3 and OLMo 2, and makes the forwards that serve it with `rms_norm_rope`.""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -16,25 +16,15 @@ from ..shape_names import rotation_name
 from . import rewritten
 from .patch import REMADE, ModuleForward, original_class, replace_forwards, served_by
 from .rope import RotatedFunctions
+from .rope_trial import computes_the_same, keeps_dtype, rotated_columns
+from .rotary_patch import forward_that_rotates
 from .row_functions import has_kernel
-from .tried import (
-    UNTRIED,
-    alike,
-    are_close,
-    eps_of,
-    evenly,
-    formula_of,
-    is_hooked,
-    results_of,
-    with_its_dtype,
-)
+from .tried import UNTRIED, eps_of, formula_of, is_hooked, with_its_dtype
 
+_log = logging.getLogger(__name__)
 ATTENTION = "attention"
 """The name of what is patched here, beside the norms."""
-_EAGER = "eager_attention_forward"
 _NORMS = ("q_norm", "k_norm")
-_SIZES = (1.0, 1e-2, 1e-3, 30.0, 1e6, 7.0)
-_FEW, _COLUMNS = (2, 3), 8
 
 
 class _Kind(NamedTuple):
@@ -51,17 +41,32 @@ class _Kind(NamedTuple):
 
 
 def fuse_heads(rotated: RotatedFunctions, model: torch.nn.Module) -> list[str]:
-    """Let `rms_norm_rope` serve the queries and keys of a model's attention; the names of the
-    modules that it now serves. Each is tried on the CPU, with its norms and small projections, and
-    left alone if it computes something else. The log says why (level INFO)."""
+    """Let `rms_norm_rope` serve the queries and keys of a model's attention, or `apply_rope` where
+    they have no norms, or others; the names of the modules that are now served. Each is tried on
+    the CPU, with its norms and small projections, and left alone if it computes something else. The
+    log says why (level INFO)."""
 
     def forward_for(module: Any) -> ModuleForward | str:
-        return forward_that_serves(rotated, module)
+        if not _has_norms(module):
+            return forward_that_rotates(rotated, module)
+        found = forward_that_serves(rotated, module)
+        if not isinstance(found, str):
+            return found
+        alone = forward_that_rotates(rotated, module)
+        if isinstance(alone, str):
+            return found
+        kind = original_class(type(module)).__name__
+        _log.info("patch joins no norms with the rotation in a %s: %s", kind, found)
+        return alone
 
-    def has_norms(module: Any) -> bool:
-        return all(isinstance(getattr(module, name, None), torch.nn.Module) for name in _NORMS)
+    def may_be_one(module: Any) -> bool:
+        return _has_norms(module) or rewritten.rotates(original_class(type(module)))
 
-    return replace_forwards(model, ATTENTION, forward_for, has_norms, quiet=True)
+    return replace_forwards(model, ATTENTION, forward_for, may_be_one, quiet=True)
+
+
+def _has_norms(module: Any) -> bool:
+    return all(isinstance(getattr(module, name, None), torch.nn.Module) for name in _NORMS)
 
 
 def forward_that_serves(rotated: RotatedFunctions, module: Any) -> ModuleForward | str:
@@ -84,8 +89,8 @@ def forward_that_serves(rotated: RotatedFunctions, module: Any) -> ModuleForward
     of = _Kind(
         offset=formula == "gemma",
         narrow=all(with_its_dtype(norm, formula) == formula for norm in norms),
-        kept=_keeps_dtype(rewritten.global_of(original_class(kind))),
-        columns=_rotated_columns(module),
+        kept=keeps_dtype(rewritten.global_of(original_class(kind))),
+        columns=rotated_columns(module),
         joined=shapes != [(width,)] * 2,
     )
     if of.joined and of.columns != width:
@@ -97,29 +102,10 @@ def forward_that_serves(rotated: RotatedFunctions, module: Any) -> ModuleForward
     if found is None:
         return "its forward is not q_norm, k_norm and then apply_rotary_pos_emb"
     try:
-        same = _computes_the_same(module, found, of.columns)
+        same = computes_the_same(module, found, of.columns, _NORMS)
     except Exception:  # another kind of attention
         return "it raises an error on the CPU with small projections"
     return found if same else "it computes something else than norm and rotation of its halves"
-
-
-def _rotated_columns(module: Any) -> int:
-    """Return how many columns of each head the model of an attention rotates, as its config says.
-    (Calls of another number run as before.)"""
-    config = getattr(module, "config", None)
-    parameters = getattr(config, "rope_parameters", None)
-    said = parameters.get("partial_rotary_factor") if isinstance(parameters, Mapping) else None
-    said = getattr(config, "partial_rotary_factor", None) if said is None else said
-    return int(module.head_dim * said) if isinstance(said, float) else module.head_dim
-
-
-def _keeps_dtype(turn: Any) -> bool:
-    """Return True if a rotation has results in the dtype of its rows, whatever that of cos is."""
-    x, ones = torch.ones(1, 1, 1, 2, dtype=torch.bfloat16), torch.ones(1, 1, 2)
-    try:
-        return all(y.dtype == x.dtype for y in turn(x, x, ones, ones))
-    except Exception:  # it rotates something else
-        return False
 
 
 def _without_kernels(rotated: RotatedFunctions, weight: torch.Tensor, width: int, of: _Kind) -> str:
@@ -196,63 +182,3 @@ def _fits(norm: Any, x: Any, cos: Any, of: _Kind) -> bool:
         return False
     normed = x.dtype if of.narrow else torch.promote_types(x.dtype, norm.weight.dtype)
     return (normed if of.kept else torch.promote_types(normed, cos.dtype)) == x.dtype
-
-
-# ---- Tried on the CPU ----------------------------------------------------------------------------
-
-
-def _computes_the_same(module: Any, fused: Any, columns: int) -> bool:
-    """Return True if a forward has the results and gradients of that of a module, with small
-    projections and attention that only adds heads up."""
-    kind = original_class(type(module))
-    original = rewritten.plain_forward(kind)
-    scope = {**original.__globals__, _EAGER: _added_up}
-    theirs, ours = (rewritten.among(one, scope, original) for one in (original, fused))
-    of_queries, of_keys = (len(getattr(module, name).weight) for name in _NORMS)
-    weights = [evenly(-1, 2, of_queries), evenly(2, -0.5, of_keys)]
-    projections = {
-        name: _projection(child.out_features, seed)
-        for seed, (name, child) in enumerate(module.named_children())
-        if name.endswith("_proj") and name != "o_proj"
-    }
-    others = {**projections, "o_proj": torch.nn.Identity()}
-    hidden = evenly(-1, 3, 6 * _COLUMNS).sin().view(*_FEW, _COLUMNS)
-    hidden = hidden * torch.tensor(_SIZES).view(*_FEW, 1)
-    config = copy.deepcopy(module.config)
-    config._attn_implementation = "eager"
-
-    def run(forward: Callable[..., Any], batch: int) -> Any:
-        angles = evenly(0.1, 5, batch * _FEW[1] * (columns // 2)).view(batch, _FEW[1], -1)
-        angles = torch.cat((angles, angles), -1)
-
-        def of(x: torch.Tensor, *scales: torch.Tensor) -> torch.Tensor:
-            norms = {
-                name: alike(getattr(module, name), {"weight": scale})
-                for name, scale in zip(_NORMS, scales, strict=True)
-            }
-            one = alike(module, {}, {**module._modules, **others, **norms})
-            one.__dict__ |= {"config": config, "training": False}
-            given = {"position_embeddings": (angles.cos(), angles.sin()), "attention_mask": None}
-            y: torch.Tensor = forward(one, hidden_states=x, **given)[0]
-            return y
-
-        return results_of(of, hidden, *weights)
-
-    return all(are_close(run(ours, batch), run(theirs, batch), hidden) for batch in (1, _FEW[0]))
-
-
-def _projection(columns: int, seed: int) -> torch.nn.Linear:
-    made = torch.nn.Linear(_COLUMNS, columns, bias=False)
-    made.weight = torch.nn.Parameter(
-        torch.randn(columns, _COLUMNS, generator=torch.Generator().manual_seed(seed))
-    )
-    return made
-
-
-def _added_up(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
-) -> tuple[torch.Tensor, None]:
-    """Stand in for attention: each head of q has a part of its k and v."""
-    times = query.shape[1] // key.shape[1]
-    others = 0.5 * key + 0.01 * value
-    return (query + others.repeat_interleave(times, 1)).transpose(1, 2), None

@@ -14,6 +14,7 @@ from .rmsnorm_quantized import FORMATS, RMSNORM_FP8_FORWARD, RMSNORM_MXFP8_FORWA
 from .rmsnorm_quantized_backward import BACKWARD_FORMATS
 from .rmsnorm_rope import RMSNORM_ROPE_BACKWARD, RMSNORM_ROPE_FORWARD
 from .rmsnorm_sum_backward import GRADIENTS, RMSNORM_SUM_BACKWARDS
+from .rope import ROPE
 from .row_operation import RowOperation
 from .signature import Signature
 from .tensor import (
@@ -37,8 +38,8 @@ RMSNORM_INVARIANT_BACKWARD = replace(RMSNORM_BACKWARD, name="rmsnorm_invariant_b
 GATED = tuple(o.name for some in (GATED_BACKWARDS, GATED_FORWARDS) for o in some.values())
 """The operations of gated norms, by name."""
 
-ROTATED = (RMSNORM_ROPE_BACKWARD.name, RMSNORM_ROPE_FORWARD.name)
-"""The operations of RMSNorm with the rotary embedding, by name."""
+ROTATED = (RMSNORM_ROPE_BACKWARD.name, RMSNORM_ROPE_FORWARD.name, ROPE.name)
+"""The operations of RMSNorm with the rotary embedding and of this alone, by name."""
 
 SUMMED = tuple(operation.name for operation in RMSNORM_SUM_BACKWARDS.values())
 """The backwards of RMSNorm whose gradient is a sum, by name."""
@@ -58,6 +59,7 @@ OPERATIONS: dict[str, RowOperation] = {
         *GATED_FORWARDS.values(),
         RMSNORM_ROPE_BACKWARD,
         RMSNORM_ROPE_FORWARD,
+        ROPE,
         *FORMATS.values(),
         *BACKWARD_FORMATS.values(),
         *RMSNORM_SUM_BACKWARDS.values(),
@@ -98,6 +100,7 @@ __all__ = [
     "RMSNORM_ROPE_BACKWARD",
     "RMSNORM_ROPE_FORWARD",
     "RMSNORM_SUM_BACKWARDS",
+    "ROPE",
     "ROTATED",
     "SUMMED",
     "RowOperation",

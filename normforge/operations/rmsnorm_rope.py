@@ -58,13 +58,13 @@ def _apart(n: Any, cos: Any, sin: Any) -> tuple[Any, Any, Any]:
     return n.reshape(*others, columns // width, width), cos.unsqueeze(-2), sin.unsqueeze(-2)
 
 
-def _terms_of_rotation(
+def terms_of_rotation(
     n: Any, cos: Any, sin: Any, interleaved: bool, joined: bool
 ) -> tuple[Any, Any]:
     """Return the terms of `rotated`: those with cos, or of columns that stay, and those with
     sin."""
     if joined:
-        with_cos, with_sin = _terms_of_rotation(*_apart(n, cos, sin), interleaved, False)
+        with_cos, with_sin = terms_of_rotation(*_apart(n, cos, sin), interleaved, False)
         return with_cos.reshape(n.shape), with_sin.reshape(n.shape)
     first, second, rest = _pairs(n, cos, interleaved)
     zeros = (one.new_zeros(one.shape) for one in rest)
@@ -97,7 +97,7 @@ def _forward_terms(
 ) -> Terms:
     """Return the terms of y."""
     n = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
-    return {"y": _terms_of_rotation(n, cos, sin, interleaved, joined)}
+    return {"y": terms_of_rotation(n, cos, sin, interleaved, joined)}
 
 
 def _backward_terms(
@@ -112,7 +112,7 @@ def _backward_terms(
 ) -> Terms:
     """Return the terms of the gradients: those of RMSNorm with dy rotated back in the place of
     dy."""
-    parts = _terms_of_rotation(dy, cos, -sin, interleaved, joined)
+    parts = terms_of_rotation(dy, cos, -sin, interleaved, joined)
     found = [norm_terms(x, part, weight, eps) for part in parts]
     normalized = found[0][0]
     dx = tuple(term for _, terms in found for term in terms)
@@ -130,7 +130,7 @@ def _backward_magnitudes(
     joined: bool = False,
 ) -> tuple[Any, ...]:
     """Return the magnitudes of what dw adds up: dy rotated back is a sum of two products."""
-    with_cos, with_sin = _terms_of_rotation(dy, cos, -sin, interleaved, joined)
+    with_cos, with_sin = terms_of_rotation(dy, cos, -sin, interleaved, joined)
     normalized, _ = norm_terms(x, dy, weight, eps)
     return ((with_cos.abs() + with_sin.abs()) * normalized.abs(),)
 

@@ -17,10 +17,10 @@ from .tensor import RESERVED, ROLES, Tensor
 
 @dataclass(frozen=True, init=False)
 class Signature:
-    """The tensors of an operation. row_sums: sums over a row that all of its outputs need. summed:
-    whether each tensor of rows goes into a row sum, so that its values have arrived before the sum
-    is known. later_sums: sums over a row whose terms need the row sums: none, or as many. Raises
-    ValueError, in one sentence, for tensors that no row kernel can have."""
+    """The tensors of an operation. row_sums: sums over a row that all of its outputs need, or 0.
+    summed: whether each tensor of rows goes into a row sum, so that its values have arrived before
+    the sum is known. later_sums: sums over a row whose terms need the row sums: none, or as many.
+    Raises ValueError, in one sentence, for tensors that no row kernel can have."""
 
     tensors: tuple[Tensor, ...]
     row_sums: int = 1
@@ -56,8 +56,10 @@ class Signature:
             yield "a row kernel reads at least one tensor of rows: declare it with rows()"
         if not self.outputs:
             yield "a row kernel writes at least one tensor of rows: declare it with rows_out()"
-        if self.row_sums not in (1, 2, 3, 4):
-            yield f"a row kernel has 1 to 4 row sums, got {self.row_sums!r}"
+        if self.row_sums not in (0, 1, 2, 3, 4):
+            yield f"a row kernel has 0 to 4 row sums, got {self.row_sums!r}"
+        if self.summed and not self.row_sums:
+            yield "without row sums, no tensor of rows goes into one: leave out summed"
         if self.later_sums not in (0, self.row_sums):
             yield f"a row kernel has no later sums or {self.row_sums}, got {self.later_sums!r}"
         if self.sums and self.sums.count not in (1, 2):

@@ -23,6 +23,7 @@ from generator.target import Target, find_target
 from normforge import operations as library
 from normforge.launch.kernel_arguments import DW_ADDED, DW_IN_FP32
 from tests.support.emulator import legal, run_to_one_result, small, small_variant
+from tests.support.rotated import fitting
 from tests.support.samples import DETERMINISTIC, in_turn
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
@@ -63,8 +64,8 @@ OF_BACKWARDS: dict[str, dict[str, Any]] = {
 SHAPES = ["42x1024:bf16", "33x1024:fp16:fp32", "21x512:fp32+offset"]
 FORWARD_CASES = [
     (name, pipeline, shape)
-    for name, pipeline, shape in in_turn(FORWARDS, [*OF_FORWARDS], inner=SHAPES)
-    if is_legal(name, shape, **OF_FORWARDS[pipeline])
+    for name, pipeline, any_shape in in_turn(FORWARDS, [*OF_FORWARDS], inner=SHAPES)
+    if is_legal(name, shape := fitting(name, any_shape), **OF_FORWARDS[pipeline])
 ]
 FREE = ["atomic", "bulk_free"]
 
@@ -151,7 +152,10 @@ def test_parts_that_cancel_in_few_rows_are_no_error(name: str, shape: str, targe
     assert check_variant(variant, problem, schedules=2, all_rows=True).problems == ()
 
 
-@pytest.mark.parametrize(("name", "pipeline"), in_turn(NAMES, inner=["direct", "bulk", "async"]))
+SUMMING = [name for name in NAMES if library.signature_of(name).row_sums]
+
+
+@pytest.mark.parametrize(("name", "pipeline"), in_turn(SUMMING, inner=["direct", "bulk", "async"]))
 def test_ctas_of_a_cluster_share_a_row(name: str, pipeline: str, target: Target) -> None:
     problem = Problem.parse("37x8192:bf16", name)
     knobs = OF_BACKWARDS[pipeline] if name in BACKWARDS else OF_FORWARDS[pipeline]

@@ -84,6 +84,52 @@ def test_every_kind_of_kernel_computes_it_under_many_schedules(name: str) -> Non
         assert check.errors.keys() == {out.name for out in outputs}
 
 
+LAYER_SCALE = """
+from normforge.operations import RowOperation, Signature, columns, rows, rows_out, sums
+
+OPERATION = RowOperation(
+    name="layer_scale_backward",
+    signature=Signature(
+        rows("x"), rows("dy"), columns("gamma"), rows_out("dx"), sums("dgamma"), row_sums=0
+    ),
+    terms=lambda x, dy, gamma: {"dx": (dy * gamma,), "dgamma": (dy * x,)},
+    forward=lambda x, gamma: (x * gamma, {"x": x, "gamma": gamma}),
+    gradients={"x": "dx", "gamma": "dgamma"},
+)
+"""
+LAYER_SCALE_KERNEL = """{% extends "row_kernel.cu.j2" %}
+{% block outputs %}
+          {{ dx }} = __fmul_rn({{ dy }}, {{ gamma }});
+          {{ dgamma[0] }} = __fmaf_rn({{ x }}, {{ dy }}, {{ dgamma[0] }});
+{% endblock %}
+"""
+
+
+def layer_scale(folder: Path) -> str:
+    """An operation with sums over the rows and none over a row."""
+    (folder / "layer_scale_backward.py").write_text(LAYER_SCALE)
+    (folder / "layer_scale_backward.cu.j2").write_text(LAYER_SCALE_KERNEL)
+    return add(folder / "layer_scale_backward.py")
+
+
+@needs_compiler
+def test_an_operation_may_have_no_sums_over_a_row(tmp_path: Path) -> None:
+    name = layer_scale(tmp_path)
+    clusters = [
+        (problem, plain_variant(problem, H200, **knobs))
+        for problem in [Problem.parse("40x8192:bf16", name)]
+        for pipeline in ("bulk", "async", "producer")
+        for knobs in [
+            {"cluster": 2, "threads_per_row": 256, "pipeline": pipeline, "strategy": "separate"}
+        ]
+    ]
+    assert all(render.render(v).count("blocks.end_batch(partial)") == 1 for _, v in clusters)
+    for problem, variant in (*variants(name), *clusters):
+        check = check_variant(variant, problem, schedules=4)
+        assert check.passed, (variant, check.problems, check.note)
+        assert check.errors.keys() == {"dx", "dgamma"}
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_terms_are_the_gradients_of_the_forward(name: str) -> None:
     operation = library.OPERATIONS[add(EXAMPLES / f"{name}.py")]

@@ -111,8 +111,9 @@ REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
         {},
         "s are fp32 or e8m0, of blocks of at least 16 columns, got fp32 of 8",
     ),
-    "no row sum": (FINE, {"row_sums": 0}, "1 to 4 row sums, got 0"),
-    "too many row sums": (FINE, {"row_sums": 5}, "1 to 4 row sums, got 5"),
+    "less than no row sum": (FINE, {"row_sums": -1}, "0 to 4 row sums, got -1"),
+    "too many row sums": (FINE, {"row_sums": 5}, "0 to 4 row sums, got 5"),
+    "rows in no row sum": (FINE, {"row_sums": 0, "summed": True}, "leave out summed"),
 }
 
 

@@ -33,7 +33,10 @@ from normforge.operations import (
     RMSNORM_ADD_FORWARD,
     RMSNORM_BACKWARD,
     RMSNORM_INVARIANT_BACKWARD,
+    RMSNORM_ROPE_BACKWARD,
+    RMSNORM_ROPE_FORWARD,
     RMSNORM_SUM_BACKWARDS,
+    ROPE,
     ROTATED,
 )
 from normforge.packages import open_package
@@ -83,6 +86,22 @@ def use_rotated(package: Any) -> list[Any]:
         results += [q, k, v, *gradients]
     heads = qkv.unflatten(-1, (-1, 16))
     return [*results, package.rms_norm_rope(heads[:, :4], weights[0], *given[3:5])]
+
+
+def use_rope(package: Any) -> list[Any]:
+    import torch
+
+    torch.manual_seed(0)
+    x, angles = torch.randn(2, 3, 4, 16, requires_grad=True), torch.randn(3, 8)
+    torch.compiler.reset()
+    results = []
+    for run in (
+        package.apply_rope,
+        torch.compile(package.apply_rope, fullgraph=True, backend="aot_eager"),
+    ):
+        y = run(x, angles.cos(), angles.sin())
+        results += [y, *torch.autograd.grad(y.square().sum(), [x])]
+    return results
 
 
 def use_quantized(package: Any, **format: str) -> list[Any]:
@@ -188,7 +207,9 @@ def _gated(kind: tuple[str, bool], **way: bool) -> Kind:
 KINDS = {
     **{one.name: _gated(kind, forward=False) for kind, one in GATED_BACKWARDS.items()},
     **{one.name: _gated(kind, forward=True) for kind, one in GATED_FORWARDS.items()},
-    **{n: Kind(rope, use_rotated, forward=n.endswith("_forward")) for n in ROTATED},
+    RMSNORM_ROPE_FORWARD.name: Kind(rope, use_rotated, forward=True),
+    RMSNORM_ROPE_BACKWARD.name: Kind(rope, use_rotated, forward=False),
+    ROPE.name: Kind(rope, use_rope, norm=False),
     **{
         one.name: Kind(quantized, use_quantized, {"format": format}, format=format)
         for format, one in FORMATS.items()
@@ -230,7 +251,8 @@ def test_emitted_package_says_which_kernel_and_does_what_the_library_does(
 ) -> None:
     folder, kind = tmp_path / name, KINDS[name]
     shifts = name in EXPLAIN_OFFSETS
-    shapes = ["4096x128:bf16", f"4096x128:bf16:fp32{'+offset' * shifts}"]
+    weight = "" if name == ROPE.name else ":fp32"
+    shapes = ["4096x128:bf16", f"8192x128:bf16{weight}{'+offset' * shifts}"]
     for _ in range(2):  # on top of itself: the table reads back as the same problems
         problems = emit_first(folder, *(f"{name}:{shape}" for shape in shapes))
         table = Table.load(folder)
@@ -246,7 +268,7 @@ def test_emitted_package_says_which_kernel_and_does_what_the_library_does(
             spec = tuned.kernel.spec
             for offset in (spec.offset, not spec.offset) if shifts else (spec.offset,):
                 way = kind.explained | ({"offset": offset} if shifts else {})
-                found = package.explain(4096, 128, "bf16", tuned.weight_dtype, **way)
+                found = package.explain(tuned.M, 128, "bf16", tuned.weight_dtype, **way)
                 served = tuned.kernel.file if offset == spec.offset else None
                 assert found["kernel"] == served
         for other in KINDS.values():

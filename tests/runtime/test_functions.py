@@ -32,7 +32,7 @@ def function(request: pytest.FixtureRequest) -> Function:
 def calls(function: Function, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The directions that the library serves, one by one, which PyTorch's operators do not."""
     seen: list[str] = []
-    for name in ("forward", "backward"):
+    for name in {*function.calls}:
         note = lambda *_, name=name, **__: seen.append(name)  # noqa: E731
         spied(monkeypatch, function.functions, name, note)
     return seen
@@ -50,7 +50,7 @@ def wide(results: Any) -> list[torch.Tensor]:
 # ---- Compilers and tracers -----------------------------------------------------------------------
 
 
-@of([*GATED, "rope"])
+@of([*GATED, "rope", "rotary"])
 def test_a_compiled_call_is_one_graph_of_operators(function: Function, calls: list[str]) -> None:
     torch.compiler.reset()
     leaves, rest = function.leaves(), function.rest()
@@ -61,7 +61,7 @@ def test_a_compiled_call_is_one_graph_of_operators(function: Function, calls: li
     close(compiled(*leaves, *rest), function.y(*leaves, *rest))
 
 
-@of([*WHOLE, "projection"])
+@of([*WHOLE, "projection", "rotary"])
 def test_inductor_runs_the_operators(
     function: Function, calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,7 +75,7 @@ def test_inductor_runs_the_operators(
     close(found, gradients(function.y, leaves, rest))
 
 
-@of(["rope", *(name for name in GATED if "silu, norm" in name)])
+@of(["rope", "rotary", *(name for name in GATED if "silu, norm" in name)])
 def test_sizes_that_a_compiled_call_leaves_open(function: Function, calls: list[str]) -> None:
     torch.compiler.reset()
     compiled = torch.compile(function.y, fullgraph=True, dynamic=True, backend="aot_eager")
@@ -97,7 +97,7 @@ def test_a_traced_step_has_the_operators(function: Function, mode: str) -> None:
 
     traced = make_fx(step, tracing_mode=mode)(*leaves, *rest)
     targets = [node.target for node in traced.graph.nodes]
-    assert {targets.count(operator) for operator in function.operators} == {1}
+    assert [one for one in targets if one in function.operators] == [*function.operators]
     close(wide(traced(*leaves, *rest)), wide(step(*leaves, *rest)))
 
 
@@ -114,7 +114,7 @@ def test_selective_checkpointing_keeps_or_repeats_the_forward(
         return y
 
     found = gradients(saved, leaves, rest)
-    again = [name for name in function.calls if name == "forward"]
+    again = function.calls[: len(function.calls) // 2]  # those of the forward
     repeated = again if policy == CheckpointPolicy.PREFER_RECOMPUTE else []
     assert calls == [*repeated, *function.calls]
     close(found, gradients(function.y, leaves, rest))
@@ -134,7 +134,9 @@ def test_autocast_inference_and_checkpointing_change_nothing(function: Function)
         assert equal_bits(wide(function.run(*leaves, *rest)), plain)
         made = torch.ones_like(leaves[0])
     # An inference tensor cannot be saved: a copy is.
-    assert all(one.any() for one in gradients(partial(function.y, made), leaves[1:], rest))
+    assert not leaves[1:] or all(
+        one.any() for one in gradients(partial(function.y, made), leaves[1:], rest)
+    )
     run = partial(checkpoint, function.y, use_reentrant=False)
     assert equal_bits(gradients(run, leaves, rest), gradients(function.y, leaves, rest))
 
@@ -203,4 +205,4 @@ def test_tensors_without_memory_and_without_rows_have_such_results(function: Fun
     assert y.is_meta and [one.grad.shape for one in leaves] == [one.shape for one in leaves]  # type: ignore[union-attr]
     leaves = function.leaves(0)
     dx, *others = gradients(function.y, leaves, function.rest(0))
-    assert dx.shape == leaves[0].shape and not others[-1].any()
+    assert dx.shape == leaves[0].shape and not any(one.any() for one in others[-1:])

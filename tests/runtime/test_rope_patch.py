@@ -44,6 +44,12 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return spied(monkeypatch, RotatedFunctions, "forward", lambda _, x, *__: tuple(x.shape))
 
 
+@pytest.fixture
+def rotated(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of what `apply_rope` and its backward serve in plain eager code."""
+    return spied(monkeypatch, RotatedFunctions, "rotate", lambda _, x, *__: tuple(x.shape))
+
+
 def turns(width: int = WIDTH, batch: int = 1, dtype: torch.dtype = torch.float32) -> Any:
     angles = 3 * randn(batch, S, width // 2, seed=5)
     angles = torch.cat((angles, angles), -1)
@@ -359,20 +365,54 @@ def joined_in_part() -> Any:
 
 
 FORWARD = "its forward is not q_norm, k_norm and then apply_rotary_pos_emb"
+
+
+def by_three(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+    """Rotate columns and those three behind them: no pairs."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return tuple(x * cos + x.roll(3, -1) * sin for x in (q, k))
+
+
 LEFT: dict[str, tuple[Callable[[], Any], str]] = {
     "norms of some heads": (partial(with_norms, 24, 16), "its norms are neither those of single"),
     "two ways of norms": (partial(with_norms, 64, 16), "it raises an error on the CPU"),
+    "other rotation": (
+        partial(with_globals, apply_rotary_pos_emb=by_three),
+        "it computes something else",
+    ),
+    "closure": (with_closure, FORWARD),
+    "no norm of keys": (lambda: QueriesAttention, FORWARD),
+}
+WITHOUT_NORMS: dict[str, tuple[Callable[[], Any], str]] = {
     "a part of joined heads": (joined_in_part, "it normalizes all heads together, and rotates a"),
     "two kinds of norms": (lambda: MixedAttention, "its norms do not both compute"),
     "other norms": (centred, "its norms do not both compute"),
     "something in between": (lambda: ScaledAttention, "it computes something else"),
-    "no norm of keys": (lambda: QueriesAttention, FORWARD),
-    "other rotation": (
+    "neighbours": (
         partial(with_globals, apply_rotary_pos_emb=interleaved),
         "it computes something else",
     ),
-    "closure": (with_closure, FORWARD),
 }
+
+
+@pytest.mark.parametrize("name", WITHOUT_NORMS)
+def test_where_norms_stay_rotations_are_served(
+    name: str, caplog: pytest.LogCaptureFixture, served: list[Any], rotated: list[Any]
+) -> None:
+    make, why = WITHOUT_NORMS[name]
+    kind, columns = make(), WIDTH // 2 if name == "a part of joined heads" else WIDTH
+    models = [filled(kind()), filled(kind())]
+    with caplog.at_level("INFO"):
+        assert "" in normforge.patch(models[0], fuse=True)
+    said = f"patch joins no norms with the rotation in a {kind.__name__}: {why}"
+    assert any(message.startswith(said) for message in caplog.messages)
+    served.clear()
+    rotated.clear()
+    check(*(results(model, turns(columns)) for model in models))
+    heads = (attention_classes.HEADS, attention_classes.KEYS)
+    assert served == []
+    assert sorted(rotated) == sorted((B, S, one, WIDTH) for one in (*heads, *heads))
+    assert "" in normforge.unpatch(models[0]) and type(models[0]) is kind
 
 
 @pytest.mark.parametrize("name", LEFT)
@@ -428,17 +468,19 @@ def test_heads_without_a_kernel_are_left_alone_on_a_gpu(
         assert normforge.patch(Attention().bfloat16(), fuse=True) == NAMES
         assert normforge.patch(GemmaAttention().bfloat16(), fuse=True) == NAMES
         assert normforge.patch(GatedAttention().bfloat16(), fuse=True) == NAMES[:2]
-        assert normforge.patch(WholeNormAttention().bfloat16(), fuse=True) == NAMES[:2]
+        assert normforge.patch(WholeNormAttention().bfloat16(), fuse=True) == NAMES
     assert "no kernel of rms_norm_rope serves heads of 16 columns here" in caplog.text
     assert "serves heads of 16 columns, 4 of them rotated, here" in caplog.text
     assert "serves rows of 32 columns in heads of 16 columns here" in caplog.text
-    whole = [("fp32", "fp32", ""), *[("bf16", "bf16", "")] * 2]
+    # Behind norms without kernels, rotations are asked for alone.
+    whole = [*[("fp32", "fp32", "")] * 2, *[("bf16", "bf16", "")] * 2]
     wanted = [(16, *asked_of, False) for asked_of in whole]
     # What an offset is added to has no kernel here, and the sum of both is asked for.
     of_gemma = [(16, "bf16", "bf16", "", True), (16, "bf16", "fp32", "", False)] * 2
     of_part = [(16, "bf16", "bf16", "rotary4", True), (16, "bf16", "fp32", "rotary4", False)]
+    of_part += [(16, "bf16", "bf16", "rotary4", False)]
     of_rows = [(64, "bf16", "bf16", "joined16", False)] * 2
-    of_rows += [(32, "bf16", "bf16", "joined16", False)]
+    of_rows += [(32, "bf16", "bf16", "joined16", False), (16, "bf16", "bf16", "", False)]
     assert asked == [*wanted, *of_gemma, *of_part, *of_rows]
 
 

@@ -78,6 +78,31 @@ class Attention(nn.Module):
         return self.o_proj(y.reshape(*hidden_states.shape[:-1], -1)), scores
 
 
+class PlainAttention(nn.Module):
+    """Llama's: there are no norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config, self.head_dim = SimpleNamespace(_attn_implementation="other"), WIDTH
+        self.q_proj = nn.Linear(HIDDEN, HEADS * WIDTH, bias=False)
+        self.k_proj = nn.Linear(HIDDEN, KEYS * WIDTH, bias=False)
+        self.v_proj = nn.Linear(HIDDEN, KEYS * WIDTH, bias=False)
+        self.o_proj = nn.Linear(HEADS * WIDTH, HIDDEN, bias=False)
+
+    def forward(
+        self, hidden_states: torch.Tensor, position_embeddings: Any, attention_mask: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        q = self.q_proj(hidden_states).view(shape).transpose(1, 2)
+        k = self.k_proj(hidden_states).view(shape).transpose(1, 2)
+        v = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+        cos, sin = position_embeddings
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        attend = ATTENTIONS.get(self.config._attn_implementation, eager_attention_forward)
+        y, scores = attend(self, q, k, v, attention_mask, scaling=WIDTH**-0.5)
+        return self.o_proj(y.reshape(*hidden_states.shape[:-1], -1)), scores
+
+
 class GatedAttention(Attention):
     """Qwen3-Next's: the projection of the queries has gates, too, and some columns are rotated."""
 

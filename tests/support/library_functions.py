@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from normforge import qk_norm_rope, rms_norm_gated, rms_norm_quantized, rms_norm_rope
-from normforge.frontends import gated_node, quantized_node, rope_node
+from normforge import apply_rope, qk_norm_rope, rms_norm_gated, rms_norm_quantized, rms_norm_rope
+from normforge.frontends import gated_node, quantized_node, rope_node, rotary_node
 from normforge.frontends.rope_packed import qk_norm_rope_backward, qk_norm_rope_forward
 from normforge.operations import FORMATS, OPERATIONS, RowOperation
 from normforge.serve.rows import RowServer
@@ -118,6 +118,14 @@ PROJECTION = Function(
     ("forward", "forward", "backward", "backward"),
     turned=True,
 )
+ROTARY = Function(
+    lambda x, cos, sin: (apply_rope(x, cos, sin),),
+    lambda rows: [(B, rows, 4, HEAD)],
+    rope_node.SERVED("*/rope"),
+    (rotary_node.rope, rotary_node.rope),
+    ("rotate", "rotate"),
+    turned=True,
+)
 GATED = {
     f"{activation}, {'norm' if before else 'gate'} first, {groups}": gated(
         activation, before, *GROUPS[groups]
@@ -126,10 +134,10 @@ GATED = {
 }
 FUNCTIONS = {
     **GATED,
-    **{"rope": ROPE, "neighbours": NEIGHBOURS, "projection": PROJECTION},
+    **{"rope": ROPE, "neighbours": NEIGHBOURS, "projection": PROJECTION, "rotary": ROTARY},
     **{form: quantized(form) for form in FORMATS},
 }
-ONE_OF_EACH = ["silu, norm first, whole rows", "rope", "projection", *FORMATS]
+ONE_OF_EACH = ["silu, norm first, whole rows", "rope", "projection", *FORMATS, "rotary"]
 
 
 def gradients(

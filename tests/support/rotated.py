@@ -3,6 +3,7 @@ off."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -22,6 +23,12 @@ PIPELINES: dict[str, dict[str, int | str]] = {
     "async": {"pipeline": "async", "stages": 2, "reload": "smem", "weight_in": "smem"},
     "producer": {"pipeline": "producer", "stages": 3, "rows_per_cta": 3, "reload": "smem"},
 }
+
+
+def fitting(name: str, shape: str) -> str:
+    """Return a shape without what an operation without a weight does not have."""
+    weighted = library.signature_of(name).columns is not None
+    return shape if weighted else re.sub(r"(:\w+):fp32|\+offset", r"\1", shape)
 
 
 def of_heads(problem: Problem, target: Target, threads_per_row: int) -> Variant:

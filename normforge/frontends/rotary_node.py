@@ -1,0 +1,96 @@
+"""The rotary embedding of heads, with autograd: what a package serves, in plain eager code by a
+call, elsewhere by an operator. It is linear in its rows, and its backward is the same with the
+opposite sign, so that derivatives of any order are kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.compiler import is_dynamo_compiling
+
+from ..operations import ROPE
+from ..operations.formula import evaluate
+from ..torch_internals import is_batched, is_plain, watched
+from .gradients import autograd_of
+from .library import define, differentiate
+from .rope_node import SERVED, flags_of
+from .row_nodes import applied, is_ours
+
+
+def _run(*given: Any) -> Any:
+    *call, package = given
+    # The result is contiguous, as `_fake` says, whatever the strides of the rows.
+    return SERVED(package).rotate(*call).contiguous()
+
+
+def _fake(*given: Any) -> Any:
+    return given[0].new_empty(given[0].shape)
+
+
+rope = define(
+    "rope", "(Tensor x, Tensor cos, Tensor sin, float sign, str package) -> Tensor", _run, _fake
+)
+
+
+def formula(x: Any, cos: Any, sin: Any, sign: float, **flags: bool) -> torch.Tensor:
+    """Compute y in x's dtype, computed in fp32 (in float64 for float64) and rounded once.
+    Differentiable. x: (..., H, N); cos, sin: (..., 1, R / 2); sign: 1, or -1 for the opposite
+    angles."""
+    given = {"x": x, "cos": cos, "sin": sin, "sign": sign, **flags}
+    return evaluate(ROPE, given)["y"].to(x.dtype)
+
+
+def _rotated(*given: Any) -> torch.Tensor:
+    """Return y without gradients, of tensors that `is_ours` has seen."""
+    *call, package = given
+    y: torch.Tensor
+    if is_dynamo_compiling() or watched() or not all(map(is_plain, call)):
+        y = rope(*given)
+    else:
+        y = SERVED(package).rotate(*call)
+    return y
+
+
+class RotaryNode(torch.autograd.Function):
+    """A call of `_rotated`."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> torch.Tensor:
+        _, cos, sin, ctx.sign, ctx.package = given
+        ctx.save_for_backward(cos, sin)
+        return _rotated(*given)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        given = (dy, *ctx.saved_tensors, -ctx.sign)
+        batched = not is_dynamo_compiling() and is_batched(dy)
+        turn = _by_formula if batched else rotary_embedding
+        return turn(*given, ctx.package), None, None, None, None
+
+
+def rotary_embedding(*given: Any) -> torch.Tensor:
+    """Compute `formula` as a package serves it, of its arguments and the package's name; by
+    PyTorch's operators where it does not."""
+    *call, package = given
+    if not is_ours(*call[:3]):
+        return formula(*call, **flags_of(package))
+    if not torch.is_grad_enabled():
+        return _rotated(*given)
+    y: torch.Tensor = applied(RotaryNode, *given)
+    return y
+
+
+def _by_formula(*given: Any) -> Any:
+    return formula(*given[:-1], **flags_of(given[-1]))
+
+
+_kernel = autograd_of(rope, _run, RotaryNode, _by_formula)
+
+
+def _autograd(keys: Any, *given: Any) -> Any:
+    learnt = any(one.requires_grad for one in given[1:3])  # only PyTorch's operators have that
+    return _by_formula(*given) if learnt and torch.is_grad_enabled() else _kernel(keys, *given)
+
+
+differentiate(rope, _autograd)

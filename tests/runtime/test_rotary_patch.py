@@ -1,0 +1,217 @@
+"""`patch(model, fuse=True)`: attention without norms, whose heads `apply_rope` rotates."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from types import FunctionType
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+import normforge
+from normforge.frontends.rope import RotatedFunctions
+from normforge.serve.rows import RowServer
+from tests.support import attention_classes
+from tests.support.attention_classes import HEADS, HIDDEN, KEYS, WIDTH, PlainAttention
+from tests.support.entry_points import equal_bits, filled, randn, spied
+from tests.support.layer_classes import B, S, check, model_of, step
+from tests.support.layer_classes import results as results_of
+
+pytestmark = pytest.mark.usefixtures("fresh")
+OF_HEADS = [(B, S, HEADS, WIDTH), (B, S, KEYS, WIDTH)]
+
+
+@pytest.fixture
+def rotated(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of what `apply_rope` and its backward serve in plain eager code."""
+    return spied(monkeypatch, RotatedFunctions, "rotate", lambda _, x, *__: tuple(x.shape))
+
+
+def turns(columns: int = WIDTH, batch: int = 1, dtype: torch.dtype = torch.float32) -> Any:
+    angles = 3 * randn(batch, S, columns // 2, seed=5)
+    angles = torch.cat((angles, angles), -1)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def results(model: Any, of_turns: Any, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return results_of(model, of_turns, None, width=HIDDEN, dtype=dtype)
+
+
+@pytest.mark.parametrize("batch", [1, B])
+def test_queries_and_keys_are_rotated(batch: int, rotated: list[Any]) -> None:
+    model = filled(PlainAttention())
+    of_turns = turns(batch=batch)
+    wanted = results(model, of_turns)
+    assert normforge.patch(model, fuse=True) == [""]
+    rotated.clear()  # it was tried
+    check(results(model, of_turns), wanted)
+    assert sorted(rotated) == sorted(2 * OF_HEADS)
+    assert "by Normforge" in repr(model).splitlines()[1]
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(other) is type(model)
+        check(results(other, of_turns), wanted)
+    assert normforge.unpatch(model) == [""]
+    assert type(model) is PlainAttention
+    assert equal_bits(results(model, of_turns), wanted)
+
+
+def test_without_fuse_attention_stays() -> None:
+    model = PlainAttention()
+    assert normforge.patch(model) == []
+    assert type(model) is PlainAttention
+
+
+def test_calls_of_another_kind_run_as_before(rotated: list[Any]) -> None:
+    """Fewer columns are rotated than the config says, angles are learnt, or results are wider."""
+    models = [filled(PlainAttention()), filled(PlainAttention())]
+    normforge.patch(models[0], fuse=True)
+    rotated.clear()
+    check(*(results(model, turns(WIDTH // 2)) for model in models))
+    learnt = tuple(one.requires_grad_() for one in turns())
+    losses = [model(randn(B, S, HIDDEN), learnt, None)[0].square().sum() for model in models]
+    check(*(torch.autograd.grad(loss, learnt) for loss in losses))
+    with pytest.MonkeyPatch.context() as patch:
+        seen = list[torch.dtype]()
+
+        def attend(_: Any, q: Any, k: Any, v: Any, *others: Any, **__: Any) -> Any:
+            seen.extend((q.dtype, k.dtype))
+            return v.repeat_interleave(HEADS // KEYS, 1).transpose(1, 2), None
+
+        patch.setitem(attention_classes.ATTENTIONS, "other", attend)
+        for model in models:
+            model.bfloat16()(randn(B, S, HIDDEN, dtype=torch.bfloat16), turns(), None)
+    assert seen == [torch.float32] * 4
+    assert rotated == []
+
+
+def test_narrow_rows_are_rounded_once(rotated: list[Any]) -> None:
+    models = [filled(PlainAttention()).bfloat16() for _ in range(2)]
+    exact = filled(PlainAttention()).bfloat16().double()
+    normforge.patch(models[0], fuse=True)
+    rotated.clear()
+    narrow = turns(dtype=torch.bfloat16)
+    wide = tuple(one.double() for one in narrow)
+    seen = dict[torch.dtype | int, list[torch.Tensor]]()
+
+    def attend(key: Any) -> Any:
+        def keep(_: Any, q: Any, k: Any, v: Any, *others: Any, **__: Any) -> Any:
+            seen[key] = [q, k]
+            return v.repeat_interleave(HEADS // KEYS, 1).transpose(1, 2), None
+
+        return keep
+
+    x = randn(B, S, HIDDEN, dtype=torch.bfloat16)
+    for key, model, of_turns in ((0, models[0], narrow), (1, models[1], narrow), (2, exact, wide)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(attention_classes.ATTENTIONS, "other", attend(key))
+            model(x.double() if key == 2 else x, of_turns, None)
+    for found, before, other in zip(seen[0], seen[1], seen[2], strict=True):
+        assert found.dtype == before.dtype == torch.bfloat16
+        assert found.stride() == before.stride()
+        assert (found.double() - other).norm() < 0.95 * (before.double() - other).norm()
+    assert len(rotated) == 2
+
+
+def of_first(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+    """Rotate all of a batch as its first sequence."""
+    return attention_classes.apply_rotary_pos_emb(q, k, cos[:1], sin[:1])
+
+
+def repeated(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+    """Rotate neighbours by numbers that stand twice behind each other, as Cohere does."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+
+    def rotated(x: torch.Tensor) -> torch.Tensor:
+        return x * cos + torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) * sin
+
+    return rotated(q), rotated(k)
+
+
+@pytest.mark.parametrize("rotation", [of_first, repeated])
+def test_another_rotation_is_left_alone(rotation: Any, caplog: pytest.LogCaptureFixture) -> None:
+    scope = {**vars(attention_classes), "apply_rotary_pos_emb": rotation}
+    forward = FunctionType(PlainAttention.forward.__code__, scope)
+    model = type("Another", (PlainAttention,), {"forward": forward})()
+    with caplog.at_level("INFO"):
+        assert normforge.patch(model, fuse=True) == []
+    assert "it computes something else than the rotation of halves or of neighbours" in caplog.text
+
+
+def test_heads_without_a_kernel_are_left_alone_on_a_gpu(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def explain(_: RowServer, *given: Any, rotation: str, offset: bool) -> dict[str, Any]:
+        asked.append((*given[1:], rotation, offset))
+        return {"kernel": "some" if given[2] == "bf16" else None}
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(RowServer, "explain", explain)
+    with caplog.at_level("INFO"):
+        assert normforge.patch(PlainAttention(), fuse=True) == []
+        assert normforge.patch(PlainAttention().bfloat16(), fuse=True) == [""]
+    assert "no kernel of apply_rope serves heads of 16 columns here" in caplog.text
+    assert asked == [(16, one, one, "", False) for one in ("fp32", "bf16")]
+
+
+# ---- Models of transformers ----------------------------------------------------------------------
+
+SERVED = {
+    **dict.fromkeys(("Llama", "Mistral", "Qwen2", "Gemma2", "Granite", "SmolLM3", "Phi3"), 16),
+    "Glm4": 8,  # of neighbours, and half of the columns
+    "Ernie4_5": 16,  # of neighbours
+}
+"""Models whose attention is served, with the columns of a head that are rotated."""
+
+
+def small_model(name: str) -> Any:
+    return model_of(name, head_dim=16)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_models_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    of_call = lambda self, x, cos, *_: (2 * cos.shape[-1], bool(self.flags))  # noqa: E731
+    rotated = spied(monkeypatch, RotatedFunctions, "rotate", of_call)
+    model, ids = small_model(name), torch.randint(1, 32, (2, 9))
+    wanted = step(model, ids)
+    names = [n for n in normforge.patch(model, fuse=True) if n.endswith("self_attn")]
+    assert names == [f"model.layers.{i}.self_attn" for i in range(2)]
+    rotated.clear()
+    torch.testing.assert_close(step(model, ids), wanted, rtol=1e-3, atol=1e-4)
+    assert rotated == [(SERVED[name], name in ("Glm4", "Ernie4_5"))] * 8
+    normforge.unpatch(model)
+    assert equal_bits(step(model, ids), wanted)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Glm4"])
+def test_models_of_transformers_generate_as_before(name: str) -> None:
+    model, ids = small_model(name).eval(), torch.randint(1, 32, (2, 9))
+    given = {"max_new_tokens": 5, "do_sample": False}
+    wanted = model.generate(ids, **given)
+    normforge.patch(model, fuse=True)
+    assert torch.equal(model.generate(ids, **given), wanted)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Ernie4_5"])
+def test_models_of_transformers_compile_into_as_many_graphs(name: str) -> None:
+    ids = torch.randint(1, 32, (2, 9))
+
+    def graphs(fuse: bool) -> tuple[int, torch.Tensor]:
+        torch._dynamo.reset()
+        counter, model = CompileCounter(), small_model(name)
+        normforge.patch(model, fuse=fuse)
+        compiled = torch.compile(model, backend=counter, fullgraph=True)
+        loss = compiled(ids, labels=ids, use_cache=False).loss
+        longer = compiled(ids.repeat(1, 2), labels=ids.repeat(1, 2), use_cache=False).loss
+        compiled(ids.repeat(1, 3), labels=ids.repeat(1, 3), use_cache=False)
+        frames = counter.frame_count
+        assert isinstance(frames, int)
+        return frames, loss + longer
+
+    (before, wanted), (after, found) = graphs(False), graphs(True)
+    assert after == before
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
