@@ -149,6 +149,7 @@ ROWS = {
     "LayerNorm, forward": "layernorm_forward",
     "gated RMSNorm": "gated_rmsnorm_backward",
     "RMSNorm and rotary embedding": "rmsnorm_rope_backward",
+    "rotary embedding alone": "rope",
     "RMSNorm's backward of added gradients, in compiled models": "rmsnorm_sum3_backward",
     "RMSNorm to FP8, forward": "rmsnorm_fp8_forward",
     "RMSNorm to MXFP8, forward": "rmsnorm_mxfp8_forward",

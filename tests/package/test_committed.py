@@ -51,7 +51,7 @@ def test_every_committed_package_is_tested() -> None:
     more = ("layernorm_backward", "layernorm_forward", "rmsnorm_add_forward")
     more += ("rmsnorm_mxfp8_forward", "rmsnorm_rope_backward", "rmsnorm_rope_forward")
     more += ("gated_rmsnorm_backward", "gated_rmsnorm_forward", "rmsnorm_fp8_forward")
-    alone = ("rmsnorm_sum2_backward", "rmsnorm_sum3_backward")
+    alone = ("rmsnorm_sum2_backward", "rmsnorm_sum3_backward", "rope")
     alone += ("rmsnorm_fp8_backward", "rmsnorm_mxfp8_backward")
     operations = {"gb200": norms, "h100": (*norms, *more), "h200": (*norms, *more, *alone)}
     assert names == [f"{gpu}/{norm}" for gpu in operations for norm in sorted(operations[gpu])]
