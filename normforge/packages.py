@@ -238,7 +238,8 @@ def _choose(operation: str) -> NormPackage:
     if isinstance(made, Package):
         made.beside = "normforge.batch_invariant"
     if operation == "rmsnorm_backward":
-        made.gated, made.ops.rotated = "normforge.gated_packages", "normforge.rope_packages"
+        made.gated = made.ops.gated = "normforge.gated_packages"
+        made.ops.rotated = "normforge.rope_packages"
         made.add_by(partial(source_by_gpu, NormAddPackage.operation))
         made.add_gradients_by(source_by_gpu)
     if operation == "layernorm_backward":

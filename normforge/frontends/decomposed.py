@@ -30,7 +30,7 @@ from .spellings import cast_of, kind, only_user, other_factor
 _aten = torch.ops.aten
 
 
-class _Norm(NamedTuple):
+class Norm(NamedTuple):
     """A norm as the arguments of the operator, the nodes that write it out, the last of which has
     its result, and the order of its dimensions in memory."""
 
@@ -56,7 +56,7 @@ def replace_decomposed(
     """
     replaced = 0
     for node in list(graph.nodes):
-        found = _read(node) if kind(node) == "rsqrt" else None
+        found = read_norm(node)
         if found is None:
             continue
         x, weight, _, offset, nodes, _ = found
@@ -68,7 +68,7 @@ def replace_decomposed(
     return replaced
 
 
-def _replace(graph: torch.fx.Graph, norm: _Norm, operators: Any) -> None:
+def _replace(graph: torch.fx.Graph, norm: Norm, operators: Any) -> None:
     last = norm.nodes[-1]
     call = partial(add_call, graph, last)
     moved = norm.order != tuple(range(len(norm.order)))  # its result would be contiguous
@@ -84,9 +84,20 @@ def _replace(graph: torch.fx.Graph, norm: _Norm, operators: Any) -> None:
         graph.erase_node(node)
 
 
-def _read(rsqrt: Node) -> _Norm | None:
-    """The norm that has this node, if all of it is as it must be."""
-    (shifted,) = rsqrt.args or (None,)
+class Statistics(NamedTuple):
+    """The part of a norm up to xhat: what is squared, eps, the node with xhat, and all nodes, in
+    fp32."""
+
+    wide: Node
+    eps: Any
+    xhat: Node
+    nodes: set[Node]
+
+
+def read_statistics(rsqrt: Any) -> Statistics | None:
+    """Return what a node's reciprocal root is of, if that is the mean of the squares of rows and a
+    number, and one node alone takes it."""
+    (shifted,) = rsqrt.args if kind(rsqrt) == "rsqrt" and rsqrt.args else (None,)
     eps, mean = _number_added(shifted)
     square = _mean_over_rows(mean)
     wide = _squared(square)
@@ -96,20 +107,29 @@ def _read(rsqrt: Node) -> _Norm | None:
     nodes = {square, mean, shifted, rsqrt, xhat}
     if any(getattr(value_of(n), "dtype", None) != torch.float32 for n in (wide, *nodes)):
         return None
+    return Statistics(wide, eps, xhat, nodes)
+
+
+def read_norm(rsqrt: Any) -> Norm | None:
+    """Return the norm that has this node, if all of it is as it must be."""
+    found = read_statistics(rsqrt)
+    if found is None:
+        return None
+    wide, eps, xhat, nodes = found
     x = wide
     if cast_of(wide) is not None and nodes.issuperset(wide.users):
         x, nodes = cast_of(wide), nodes | {wide}
     if other_factor(xhat, rsqrt) not in (x, wide):
         return None
-    for result, weight, offset, later in _results(x, xhat):
+    for result, weight, offset, later in read_results(x, xhat):
         run = _in_one_run(nodes | later, result)
         order = order_in_memory(value_of(result)) if run is not None else None
         if run is not None and order is not None and _may_be_replaced(x, run):
-            return _Norm(x, weight, eps, offset, run, order)
+            return Norm(x, weight, eps, offset, run, order)
     return None
 
 
-def _results(x: Node, xhat: Node) -> Iterator[tuple[Node, Node | None, float, set[Node]]]:
+def read_results(x: Node, xhat: Node) -> Iterator[tuple[Node, Node | None, float, set[Node]]]:
     """Yield the nodes that may be the result of a norm, last first, with the weight, its offset,
     and the nodes after xhat."""
     found: list[tuple[Node, Node | None, float, set[Node]]] = [(xhat, None, 0.0, set())]

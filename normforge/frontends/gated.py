@@ -21,7 +21,7 @@ from .gated_patch import forward_that_serves, is_gated
 from .library import Served
 from .package import _package_of
 from .patch import REMADE, is_served, original_forward, replace_forwards, unpatch
-from .row_functions import OneOperation, RowFunctions
+from .row_functions import OneOperation, RowFunctions, asked_of, has_kernel
 from .tried import eps_of
 
 _LAYER = "RMSNormGated"
@@ -153,6 +153,21 @@ class GatedFunctions(RowFunctions):
             return torch.stack(dx, -2), torch.stack(dz, -2), torch.stack(dw)
         found = server({"x": x, "z": z, "dy": dy, "weight": weight, "eps": eps})
         return found["dx"], found["dz"], None if weight is None else found["dw"]
+
+    def serves(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        kind: tuple[str, bool],
+        trains: bool,
+    ) -> bool:
+        """Return True if there are kernels for rows like x, which may be a fake of sizes that
+        tracing does not know. trains: backwards, too."""
+        asked = asked_of(x, weight)
+        if asked is None:
+            return False
+        directions = (GATED_FORWARDS[kind], GATED_BACKWARDS[kind])[: 1 + trains]
+        return all(has_kernel(self.server(one), *asked, offset=False) for one in directions)
 
     def patch(self, model: torch.nn.Module) -> list[str]:
         """Serve the gated RMSNorms of a model, such as those of Qwen3-Next and Mamba 2. Returns

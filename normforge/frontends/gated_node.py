@@ -1,6 +1,7 @@
 """A gated RMSNorm with autograd. In plain eager code both directions are what a package serves.
 Elsewhere the forward is PyTorch's operators, which compilers fuse with what is around them, and the
-backward is an operator."""
+backward is an operator. A pass over graphs that knows of nothing to fuse puts the operator of the
+forward there."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from ..operations import GATED_BACKWARDS
 from ..operations.formula import evaluate, wide_dtype
 from ..operations.gated_rmsnorm_backward import gated_rmsnorm
 from ..torch_internals import is_batched, is_plain, transforms_active, watched
-from .library import Served, define
+from .gradients import autograd_of, below_autograd
+from .library import Served, define, differentiate
 from .row_nodes import applied, is_ours
 
 Gradients = tuple[torch.Tensor, torch.Tensor, "torch.Tensor | None"]
@@ -49,9 +51,24 @@ class GatedNorms(Protocol):
 
 
 SERVED: Served[GatedNorms] = Served()
-_SCHEMA = (
-    "(Tensor dy, Tensor x, Tensor z, Tensor? weight, float eps, str activation,"
-    " bool norm_before_gate, str package) -> (Tensor, Tensor, Tensor)"
+_ARGUMENTS = (
+    "Tensor x, Tensor z, Tensor? weight, float eps, str activation, bool norm_before_gate,"
+    " str package"
+)
+
+
+def _run_forward(*given: Any) -> Any:
+    x, z, weight, eps, activation, norm_before_gate, package = given
+    y = SERVED(package).forward(x, z, weight, eps, (activation, norm_before_gate))
+    return y.contiguous()  # as `_fake_forward` says, whatever the strides of the rows
+
+
+def _fake_forward(*given: Any) -> Any:
+    return given[0].new_empty(given[0].shape)
+
+
+rms_norm_gated_forward = define(
+    "rms_norm_gated", f"({_ARGUMENTS}) -> Tensor", _run_forward, _fake_forward
 )
 
 
@@ -69,7 +86,12 @@ def _fake(*given: Any) -> tuple[torch.Tensor, ...]:
     return x.new_empty(x.shape), x.new_empty(x.shape), dw
 
 
-rms_norm_gated_backward = define("rms_norm_gated_backward", _SCHEMA, _run, _fake)
+rms_norm_gated_backward = define(
+    "rms_norm_gated_backward",
+    f"(Tensor dy, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+    _run,
+    _fake,
+)
 
 
 def formula(
@@ -113,17 +135,47 @@ class GatedNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        x, z, weight = ctx.saved_tensors
-        given = (dy, x, z, weight, ctx.eps)
-        if not is_dynamo_compiling() and (
-            torch.is_grad_enabled() or transforms_active() or is_batched(dy)
-        ):
-            dx, dz, dw = gradients_by_formula(*given, ctx.kind)
-        elif is_dynamo_compiling() or watched() or not is_plain(dy):
-            dx, dz, dw = rms_norm_gated_backward(*given, *ctx.kind, ctx.package)
-        else:
-            dx, dz, dw = SERVED(ctx.package).backward(*given, ctx.kind)
-        return dx, dz, dw if ctx.needs_input_grad[2] else None, None, None, None
+        return *_gradients(ctx, dy), None, None, None
+
+
+def _gradients(ctx: Any, dy: torch.Tensor) -> tuple[Any, Any, Any]:
+    x, z, weight = ctx.saved_tensors
+    given = (dy, x, z, weight, ctx.eps)
+    if not is_dynamo_compiling() and (
+        torch.is_grad_enabled() or transforms_active() or is_batched(dy)
+    ):
+        dx, dz, dw = gradients_by_formula(*given, ctx.kind)
+    elif is_dynamo_compiling() or watched() or not is_plain(dy):
+        dx, dz, dw = rms_norm_gated_backward(*given, *ctx.kind, ctx.package)
+    else:
+        dx, dz, dw = SERVED(ctx.package).backward(*given, ctx.kind)
+    return dx, dz, dw if ctx.needs_input_grad[2] else None
+
+
+class OperatorGated(torch.autograd.Function):
+    """A call of the operator of the forward."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Any:
+        x, z, weight, ctx.eps, *kind, ctx.package = given
+        ctx.kind = tuple(kind)
+        ctx.save_for_backward(x, z, weight)
+        return below_autograd(rms_norm_gated_forward, given)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        return *_gradients(ctx, dy), None, None, None, None
+
+
+def _by_formula(*given: Any) -> Any:
+    x, z, weight, eps, activation, norm_before_gate, _ = given
+    return formula(x, z, weight, eps, (activation, norm_before_gate))
+
+
+differentiate(
+    rms_norm_gated_forward,
+    autograd_of(rms_norm_gated_forward, _run_forward, OperatorGated, _by_formula),
+)
 
 
 def gated_norm(x: Any, z: Any, weight: Any, eps: float, kind: Any, package: str) -> torch.Tensor:

@@ -22,6 +22,7 @@ from torch.fx import GraphModule, Node
 
 from .additions import fold_additions
 from .decomposed import replace_decomposed
+from .gates import fuse_gates
 from .graph_values import graph_modules
 from .inductor import FILES, SLOT, is_free, missing_beside
 from .layouts import ask_for_layouts
@@ -205,6 +206,7 @@ def route_before_autograd(module: GraphModule, operators: NormOperators) -> None
     if not isinstance(operators, Operators):
         return
     is_routed = None if operators.invariant else Worth(operators)
+    fuse_gates(module, operators)  # before their norms are left to Inductor
     route(module, operators, written_out_only=True, is_routed=is_routed)
     if is_routed is not None:
         for each in graph_modules(module):

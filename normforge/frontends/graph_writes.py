@@ -14,8 +14,10 @@ from .spellings import kind
 _RESULTS = (
     *(operator.matmul, torch.matmul, "matmul", torch.bmm, torch.nn.functional.linear),
     *("size", "item", operator.sub, operator.floordiv, operator.truediv, operator.mod),
+    torch._C._log_api_usage_once,
 )
-"""Functions and methods that compute something new, beside those that have a kind."""
+"""Functions and methods that compute something new, beside those that have a kind, and one that
+PyTorch's modules call when they are made."""
 _PARTS = (operator.getitem, torch.split, "split", "contiguous", "expand", "flatten")
 """Functions and methods whose result may be the memory of what they take."""
 _VIEWS = ("cast", "halves", "unsqueezed", "transposed", "permuted", "viewed")

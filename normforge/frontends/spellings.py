@@ -30,6 +30,7 @@ _SPELLINGS: dict[str, tuple[Any, ...]] = {
     "rsqrt": ("rsqrt", torch.rsqrt, _aten.rsqrt.default),
     "product": ("mul", torch.mul, operator.mul, _aten.mul.Tensor),
     "negation": ("neg", torch.neg, operator.neg, "negative", torch.negative),
+    "sigmoid": ("sigmoid", torch.sigmoid, torch.nn.functional.sigmoid),
     "cosine": ("cos", torch.cos),
     "sine": ("sin", torch.sin),
     "joined": (torch.cat, torch.concat, torch.concatenate),

@@ -105,6 +105,21 @@ class Worth:
         without = forward + (backward + written - size if trains else 0)
         return Moved(without + cost + more * value_of(result).element_size(), without)
 
+    def of_gated(self, x: Node, z: Node, weight: Any, nodes: Iterable[Node], result: Node) -> bool:
+        """Return True if a norm with a gate z is to be routed. The others are as in a call."""
+        own = set(nodes)
+        moved = self.moved(x, weight, 0.0, own, result)
+        if moved is None:
+            return False
+        size, trains = value_of(z).element_size(), self._trains(x, weight)
+        more = size * (1 + 2 * trains)  # z is read, and in the backward again, and dz is written
+        before = _before(z, own, trains) * size
+        moved = Moved(moved.routed + more + before, moved.fused + more)
+        told = "goes to the package" if moved.pays else "is left to Inductor"
+        numbers = (result, told, moved.routed, moved.fused)
+        _log.info("gated norm %s %s: %g bytes move for an element with it, %g without", *numbers)
+        return moved.pays
+
     def _trains(self, x: Node, weight: Any) -> bool:
         return self._may_train and (wants_gradient(x) or wants_gradient(weight))
 
