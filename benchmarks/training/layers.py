@@ -1,5 +1,6 @@
 """Print the kernels of one layer of a model of transformers, but for matrix products and attention:
-what norms, rotary embedding, additions and activations cost together.
+what norms, rotary embedding, additions and activations cost together. A gated delta layer runs
+without its recurrence.
 
     python -m benchmarks.training.layers --models qwen3,olmo2 --ways inductor,backend,fused
 
@@ -67,13 +68,26 @@ MODELS: dict[str, dict[str, int]] = {
         "num_attention_heads": 32,
         "num_key_value_heads": 32,
     },
+    "qwen3_next": {
+        "hidden_size": 2048,
+        "intermediate_size": 5120,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    },
 }
 """The sizes of the models of TITLES."""
+KINDS: dict[str, dict[str, Any]] = {
+    "qwen3_next": {"layer_types": ["linear_attention"], "mlp_only_layers": [0]},
+}
+"""The kind of layer that is meant, where a model has several."""
 TITLES = {
     "llama": "Llama 3 8B",
     "qwen3": "Qwen 3 1.7B",
     "gemma3": "Gemma 3 4B",
     "olmo2": "OLMo 2 7B",
+    "qwen3_next": "Qwen3-Next 80B, gated delta layer",
 }
 
 
@@ -102,9 +116,20 @@ WAYS = {
     ),
 }
 PRODUCTS = re.compile(
-    r"gemm|cutlass|nvjet|xmma|cublas|splitk|sm\d+_|flash|fmha|cudnn|attention", re.I
+    r"gemm|cutlass|nvjet|xmma|cublas|splitk|sm\d+_|flash|fmha|cudnn|attention|conv_?depthwise", re.I
 )
-"""Names of the kernels of matrix products and attention."""
+"""Names of the kernels of matrix products and attention, and of short convolutions."""
+
+
+_RECURRENCES = ("chunk_gated_delta_rule", "torch_chunk_gated_delta_rule")
+
+
+def _without_recurrence(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **_: Any
+) -> tuple[torch.Tensor, None]:
+    """Stand in for the recurrence of a gated delta layer: a product of matrices, which nothing is
+    fused with either."""
+    return value @ torch.eye(value.shape[-1], dtype=value.dtype, device=value.device), None
 
 
 class Layer(torch.nn.Module):
@@ -113,10 +138,13 @@ class Layer(torch.nn.Module):
     def __init__(self, model: str, length: int, sizes: dict[str, int], device: str) -> None:
         super().__init__()
         module = import_module(f"transformers.models.{model}.modeling_{model}")
-        name = model.capitalize()
+        name = "".join(word.capitalize() for word in model.split("_"))
         config = getattr(module, f"{name}TextConfig" if model == "gemma3" else f"{name}Config")(
-            **sizes, num_hidden_layers=1, vocab_size=32, pad_token_id=0
+            **sizes, **KINDS.get(model, {}), num_hidden_layers=1, vocab_size=32, pad_token_id=0
         )
+        for recurrence in _RECURRENCES:
+            if hasattr(module, recurrence):
+                setattr(module, recurrence, _without_recurrence)
         config._attn_implementation = "sdpa"
         with torch.device(device):
             self.layer = getattr(module, f"{name}DecoderLayer")(config, 0).to(torch.bfloat16)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from .graph_values import same_size, value_of
+from .graph_values import is_contiguous, same_size, value_of
 
 _SUMS = ("add", "iadd")
 _ELEMENTWISE = (
@@ -76,6 +76,19 @@ def behind_views(node: Any) -> Any:
     while kind_of(node) == "view" and isinstance(node.args[0], Node):
         node = node.args[0]
     return node
+
+
+def is_copied(node: Any) -> bool:
+    """Return True if a tensor is given another shape that needs a copy, which Inductor makes only
+    for what is not its own."""
+    while kind_of(node) == "view" and isinstance(node.args[0], Node):
+        name = getattr(node.target, "__name__", node.target)
+        before, behind = value_of(node.args[0]), value_of(node)
+        reshaped = name in ("reshape", "flatten") and isinstance(before, torch.Tensor)
+        if reshaped and is_contiguous(behind) and not is_contiguous(before):
+            return True
+        node = node.args[0]
+    return False
 
 
 def users_of(node: Node) -> Iterator[Node]:

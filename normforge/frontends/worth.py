@@ -30,6 +30,7 @@ from .neighbours import (
     behind_views,
     fused_behind,
     is_computed,
+    is_copied,
     kind_of,
     sources_of,
     users_of,
@@ -114,6 +115,7 @@ class Worth:
         size, trains = value_of(z).element_size(), self._trains(x, weight)
         more = size * (1 + 2 * trains)  # z is read, and in the backward again, and dz is written
         before = _before(z, own, trains) * size
+        before += sum(2 * size for one in (x, z) if is_copied(one))
         moved = Moved(moved.routed + more + before, moved.fused + more)
         told = "goes to the package" if moved.pays else "is left to Inductor"
         numbers = (result, told, moved.routed, moved.fused)

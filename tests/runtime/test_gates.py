@@ -316,6 +316,24 @@ def test_bytes_of_a_gated_norm(
     assert any(message.endswith(said) for message in caplog.messages), caplog.messages
 
 
+def test_a_gate_that_has_to_be_copied_counts_twice_more(
+    gated: Package, asked: Asked, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in Qwen3-Next, whose projection has the gates of several heads side by side."""
+
+    def step(x: Any, z: Any, w: Any) -> Any:
+        return norm_first(x.reshape(-1, N), z[..., :2, :].reshape(-1, N), w)
+
+    x, w = randn(B, S, 4, N).requires_grad_(), leaves()[2]
+    z = randn(B, S, 2, 3, N, seed=5).requires_grad_()
+    run, found = compiled(gated, step)
+    with caplog.at_level(logging.INFO):
+        y = run(x, z, w)
+    close([y, *grads(y, x, z, w)], [step(x, z, w), *grads(step(x, z, w), x, z, w)])
+    assert len(found) == 1
+    assert any("40 bytes move for an element with it, 32" in m for m in caplog.messages)
+
+
 # ---- The operator --------------------------------------------------------------------------------
 
 
