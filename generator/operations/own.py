@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -114,7 +115,8 @@ def _faults_of_template(operation: RowOperation, template: Path) -> Iterator[str
         yield f"its kernel's template {template.name} is not beside it"
         return
     try:
-        tree = jinja2.Environment().parse(template.read_text(encoding="utf-8"))
+        text = template.read_text(encoding="utf-8")
+        tree = jinja2.Environment().parse(text)
     except (jinja2.TemplateSyntaxError, UnicodeDecodeError) as error:
         yield f"{template.name} is no template: {error}"
         return
@@ -124,6 +126,10 @@ def _faults_of_template(operation: RowOperation, template: Path) -> Iterator[str
             yield f"{template.name} never writes {{{{ {name} }}}}, which is an output"
     if operation.signature.row_sums and "row_sums" not in used:
         yield f"{template.name} never adds to {{{{ row_sums[0] }}}}"
+    if not operation.signature.row_sums:
+        for word in ("row_sums", "row_terms", "inverse_columns"):
+            if word in used or re.search(rf"\b{word}\b", text):
+                yield f"{template.name} has {word}, and the signature says row_sums=0"
 
 
 def _faults_of_formula(

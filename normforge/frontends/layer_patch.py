@@ -39,7 +39,8 @@ def _joins_of(module: Any) -> Joined:
     """Return which norms of a module may be joined with what, by its text."""
     names = [name for name, one in module.named_children() if is_called_so("RMSNorm", one)]
     kind = original_class(type(module))
-    return _joined(kind, kind.forward, Joined(*[tuple(names)] * 3))
+    allowed = Joined(*[tuple(names)] * 3)
+    return _joined(kind, kind.forward, allowed) if names else allowed
 
 
 @cache

@@ -132,8 +132,10 @@ def rotated(made: ast.FunctionDef) -> bool:
 
 def rotates(kind: Any) -> bool:
     """Return True if a class's forward may call the rotation of queries and keys."""
-    code = getattr(plain_forward(kind), "__code__", None)
-    return code is not None and _ROTATE in code.co_names
+    try:
+        return _ROTATE in plain_forward(kind).__code__.co_names
+    except (AttributeError, ValueError):  # of TorchScript, or wrapped in itself
+        return False
 
 
 def compiled(kind: Any, made: ast.FunctionDef, served: Mapping[str, Forward]) -> Forward:

@@ -12,7 +12,14 @@ from ..operations import RMSNORM_ROPE_BACKWARD, RMSNORM_ROPE_FORWARD, ROPE, ROTA
 from ..serve.options import SMALLEST_EPS
 from ..shape_names import rotation_name
 from ..torch_internals import float_of, served_dtype
-from .rope_checks import check_heads, check_rotated, checked_heads, columns_of, turns_of
+from .rope_checks import (
+    check_heads,
+    check_rotary_dim,
+    check_rotated,
+    checked_heads,
+    columns_of,
+    turns_of,
+)
 from .rope_node import Gradients, PackedGradients, formula, gradients_by_formula, rotated_norm
 from .rope_packed import packed_norms, parts_of
 from .rotary import RotaryFunctions
@@ -22,6 +29,9 @@ from .row_functions import OneOperation, asked_of, has_kernel
 class RotatedFunctions(RotaryFunctions):
     """The functions of RMSNorm with the rotary embedding, and of this alone. Safe to use from
     several threads."""
+
+    with_norms = True
+    """True where `explain` speaks of norms if it is not told."""
 
     def explain(
         self,
@@ -35,15 +45,20 @@ class RotatedFunctions(RotaryFunctions):
         interleaved: bool = False,
         offset: bool = False,
         heads: int | None = None,
-        norm: bool = True,
+        norm: bool | None = None,
     ) -> dict[str, Any]:
         """Say which kernel serves the backward (or the forward) of M aligned heads of N columns
         ("bf16", "fp16" or "fp32"), and why. rotary_dim, interleaved: as of `rms_norm_rope`; offset:
         whether the calls have a weight_offset; heads: of M rows of N columns, how many heads each
-        is, as there; norm: False for `apply_rope`, whose directions have one kernel. Raises
-        TypeError or ValueError where rows are not so many."""
+        is, as there; norm: False for `apply_rope`, whose directions have one kernel, which is what
+        a package of that says by itself. Raises TypeError or ValueError for what no call is."""
+        norm = self.with_norms if norm is None else norm
         if heads is not None:
             check_heads(N, heads, rotary_dim)
+        elif rotary_dim is not None:
+            check_rotary_dim(N, rotary_dim)
+        if not norm and (heads is not None or offset or weight_dtype not in ("", dtype)):
+            raise ValueError("apply_rope has no weight, no weight_offset and no heads of a norm")
         operation = RMSNORM_ROPE_FORWARD if forward else RMSNORM_ROPE_BACKWARD
         server = self.server(operation if norm else ROPE)
         rotated = columns_of(N, rotary_dim, heads)
@@ -229,6 +244,7 @@ class RotatedPackage(RotatedFunctions):
         what = "RMSNorm with the rotary embedding, nor of its backward"
         self._kernels = OneOperation(of, ROTATED, what)
         super().__init__(self._kernels.source_for(name or str(of)), name or str(of))
+        self.with_norms = self._kernels.operation != ROPE.name
 
     @property
     def provenance(self) -> dict[str, Any]:

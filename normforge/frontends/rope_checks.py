@@ -40,13 +40,8 @@ def check_rotated(
     tokens = x.shape[:-2] if heads is None else x.shape[:-1]
     if rotary_dim is None:
         rotary_dim = columns_of(width, None, heads)
-    elif type(rotary_dim) is not int:
-        raise TypeError(f"rotary_dim must be an int or None, got {type(rotary_dim).__name__}")
-    elif rotary_dim % 2 or not 0 < rotary_dim <= width:
-        raise ValueError(
-            f"rotary_dim must be an even number from 2 to the {width} columns of a head, got "
-            f"{rotary_dim}"
-        )
+    else:
+        check_rotary_dim(width, rotary_dim)
     for name, given in (("cos", cos), ("sin", sin)):
         if given.dtype not in FLOATS:
             raise TypeError(f"{name} must be of a floating dtype, got {given.dtype}")
@@ -62,6 +57,17 @@ def check_rotated(
     for name, given in (("weight", weight), ("cos", cos), ("sin", sin)):
         if given is not None and given.device != x.device:
             raise ValueError(f"{name} is on {given.device} and x on {x.device}")
+
+
+def check_rotary_dim(width: int, rotary_dim: Any) -> None:
+    """Raises TypeError or ValueError where heads have not so many columns to be rotated."""
+    if type(rotary_dim) is not int:
+        raise TypeError(f"rotary_dim must be an int or None, got {type(rotary_dim).__name__}")
+    if rotary_dim % 2 or not 0 < rotary_dim <= width:
+        raise ValueError(
+            f"rotary_dim must be an even number from 2 to the {width} columns of a head, got "
+            f"{rotary_dim}"
+        )
 
 
 def check_heads(N: int, heads: Any, rotary_dim: Any) -> None:

@@ -17,6 +17,7 @@ from . import rewritten
 from .patch import REMADE, ModuleForward, original_class, replace_forwards, served_by
 from .rope import RotatedFunctions
 from .rope_trial import computes_the_same, keeps_dtype, rotated_columns
+from .rotary_modules import with_other_halves
 from .rotary_patch import forward_that_rotates
 from .row_functions import has_kernel
 from .tried import UNTRIED, eps_of, formula_of, is_hooked, with_its_dtype
@@ -46,7 +47,11 @@ def fuse_heads(rotated: RotatedFunctions, model: torch.nn.Module) -> list[str]:
     the CPU, with its norms and small projections, and left alone if it computes something else. The
     log says why (level INFO)."""
 
+    odd = with_other_halves(model)
+
     def forward_for(module: Any) -> ModuleForward | str:
+        if odd:
+            return f"{odd} gives cos and sin whose halves differ"
         if not _has_norms(module):
             return forward_that_rotates(rotated, module)
         found = forward_that_serves(rotated, module)
@@ -86,10 +91,13 @@ def forward_that_serves(rotated: RotatedFunctions, module: Any) -> ModuleForward
     if patched is None or patched is not of_keys:
         return "its norms were not both patched alike"
     kind: Any = type(module)
+    kept = keeps_dtype(rewritten.global_of(original_class(kind)))
+    if kept is None:
+        return "its rotation gives other dtypes than those of its rows and of cos"
     of = _Kind(
         offset=formula == "gemma",
         narrow=all(with_its_dtype(norm, formula) == formula for norm in norms),
-        kept=keeps_dtype(rewritten.global_of(original_class(kind))),
+        kept=kept,
         columns=rotated_columns(module),
         joined=shapes != [(width,)] * 2,
     )

@@ -35,7 +35,12 @@ def computes_the_same(
         for seed, (name, child) in enumerate(module.named_children())
         if name.endswith("_proj") and name != "o_proj"
     }
-    others = {**projections, "o_proj": torch.nn.Identity()}
+    others = {
+        name: copy.deepcopy(child).to("cpu", torch.float32)
+        for name, child in module.named_children()
+        if name not in projections and name not in (*norms_of_heads, "o_proj")
+    }
+    others |= {**projections, "o_proj": torch.nn.Identity()}
     hidden = evenly(-1, 3, 6 * _COLUMNS).sin().view(*_FEW, _COLUMNS)
     hidden = hidden * torch.tensor(_SIZES).view(*_FEW, 1)
     config = copy.deepcopy(module.config)
@@ -62,7 +67,7 @@ def computes_the_same(
 
 
 def _projection(columns: int, seed: int) -> torch.nn.Linear:
-    made = torch.nn.Linear(_COLUMNS, columns, bias=False)
+    made = torch.nn.Linear(_COLUMNS, columns, bias=False, device="meta")  # nothing is drawn
     made.weight = torch.nn.Parameter(
         torch.randn(columns, _COLUMNS, generator=torch.Generator().manual_seed(seed))
     )
@@ -88,10 +93,15 @@ def rotated_columns(module: Any) -> int:
     return int(module.head_dim * said) if isinstance(said, float) else module.head_dim
 
 
-def keeps_dtype(turn: Any) -> bool:
-    """Return True if a rotation has results in the dtype of its rows, whatever that of cos is."""
+def keeps_dtype(turn: Any) -> bool | None:
+    """Return True if a rotation has results in the dtype of its rows, whatever that of cos is, and
+    False if they are as wide as both; None for neither."""
     x, ones = torch.ones(1, 1, 1, 2, dtype=torch.bfloat16), torch.ones(1, 1, 2)
     try:
-        return all(y.dtype == x.dtype for y in turn(x, x, ones, ones))
+        narrow, beside_wide = (
+            {y.dtype for y in turn(x, x, cos, cos)} for cos in (ones.bfloat16(), ones)
+        )
     except Exception:  # it rotates something else
         return False
+    known = narrow == {torch.bfloat16} and len(beside_wide) == 1
+    return beside_wide == narrow if known else None

@@ -36,10 +36,12 @@ def forward_that_rotates(rotary: RotaryFunctions, module: Any) -> ModuleForward 
         return "it does not say how wide its heads are"
     kind, columns = original_class(type(module)), rotated_columns(module)
     kept = keeps_dtype(rewritten.global_of(kind))
+    if kept is None:
+        return "its rotation gives other dtypes than those of its rows and of cos"
     why = "its forward does not rotate queries and keys once"
     for interleaved in (False, True):
-        of = _Kind(columns, interleaved, kept)
-        found = _forward_of(rotary, kind, of)
+        of, tried = _Kind(columns, interleaved, kept), _Tried(rotary)
+        found = _forward_of.__wrapped__(tried, kind, of)
         if found is None:
             return why
         why = "it computes something else than the rotation of halves or of neighbours"
@@ -47,9 +49,22 @@ def forward_that_rotates(rotary: RotaryFunctions, module: Any) -> ModuleForward 
             same = computes_the_same(module, found, columns)
         except Exception:  # another kind of attention
             return "it raises an error on the CPU with small projections"
-        if same:
-            return _without_kernels(rotary, module, width, of) or found
+        if same and tried.widths:
+            missing = _without_kernels(rotary, module, max(tried.widths), of)
+            return missing or _forward_of(rotary, kind, of)
     return why
+
+
+class _Tried:
+    """Stands in for the functions in a trial, and keeps how wide the heads of calls are: some
+    attention gives those columns alone that are rotated."""
+
+    def __init__(self, rotary: RotaryFunctions) -> None:
+        self._rotary, self.widths = rotary, set[int]()
+
+    def apply_rope(self, x: torch.Tensor, *given: Any) -> torch.Tensor:
+        self.widths.add(x.shape[-1])
+        return self._rotary.apply_rope(x, *given)
 
 
 def _without_kernels(rotary: RotaryFunctions, module: Any, width: int, of: _Kind) -> str:
@@ -67,7 +82,7 @@ def _without_kernels(rotary: RotaryFunctions, module: Any, width: int, of: _Kind
 
 
 @cache
-def _forward_of(rotary: RotaryFunctions, kind: Any, of: _Kind) -> ModuleForward | None:
+def _forward_of(rotary: Any, kind: Any, of: _Kind) -> Any:
     """Return the forward of a class whose queries and keys `apply_rope` rotates; None for another
     text."""
     tree, turn = rewritten.of_class(kind), rewritten.global_of(kind)
@@ -81,7 +96,7 @@ def _forward_of(rotary: RotaryFunctions, kind: Any, of: _Kind) -> ModuleForward 
     def serve(_: Any, q: Any, k: Any, cos: Any, sin: Any) -> Any:
         """Return q and k (B, H, S, D), rotated."""
         fits = cos.shape[-1] == of.columns and not (cos.requires_grad or sin.requires_grad)
-        if not (fits and all(_keeps(x, cos, of) for x in (q, k))):
+        if not (fits and all(_fits(x, cos, of) for x in (q, k))):
             return turn(q, k, cos, sin)
         return rotate(q, cos, sin), rotate(k, cos, sin)
 
@@ -90,6 +105,12 @@ def _forward_of(rotary: RotaryFunctions, kind: Any, of: _Kind) -> ModuleForward 
     return found
 
 
-def _keeps(x: Any, cos: Any, of: _Kind) -> bool:
-    """Return True if rotated heads have the dtype of these."""
-    return x.dim() == 4 and (of.kept or torch.promote_types(x.dtype, cos.dtype) == x.dtype)
+def _fits(x: Any, cos: Any, of: _Kind) -> bool:
+    """Return True if cos is of the tokens of heads (B, H, S, D), and rotated ones have the dtype of
+    these."""
+    if x.dim() != 4 or cos.dim() not in (2, 3):
+        return False
+    batch, tokens = cos.shape[0] if cos.dim() == 3 else 1, cos.shape[-2]
+    if not (tokens == 1 or tokens == x.shape[2]) or not (batch == 1 or batch == x.shape[0]):
+        return False  # `in` takes no symbolic sizes
+    return of.kept or torch.promote_types(x.dtype, cos.dtype) == x.dtype

@@ -97,6 +97,11 @@ OPERATION = RowOperation(
     gradients={"x": "dx", "gamma": "dgamma"},
 )
 """
+OF_ROW_SUMS = {
+    "row_sums": "{% block factors %}\n      float f = {{ row_sums[0] }};\n{% endblock %}\n",
+    "row_terms": "{% block row_terms %}\n{% endblock %}\n",
+    "inverse_columns": "{% block factors %}\n      float f = inverse_columns;\n{% endblock %}\n",
+}
 LAYER_SCALE_KERNEL = """{% extends "row_kernel.cu.j2" %}
 {% block outputs %}
           {{ dx }} = __fmul_rn({{ dy }}, {{ gamma }});
@@ -128,6 +133,15 @@ def test_an_operation_may_have_no_sums_over_a_row(tmp_path: Path) -> None:
         check = check_variant(variant, problem, schedules=4)
         assert check.passed, (variant, check.problems, check.note)
         assert check.errors.keys() == {"dx", "dgamma"}
+
+
+@pytest.mark.parametrize("word", OF_ROW_SUMS)
+def test_a_template_without_row_sums_may_not_ask_for_them(tmp_path: Path, word: str) -> None:
+    (tmp_path / "layer_scale_backward.py").write_text(LAYER_SCALE)
+    text = LAYER_SCALE_KERNEL + OF_ROW_SUMS[word]
+    (tmp_path / "layer_scale_backward.cu.j2").write_text(text)
+    with pytest.raises(NormforgeError, match=f"has {word}, and the signature says row_sums=0"):
+        add(tmp_path / "layer_scale_backward.py")
 
 
 @pytest.mark.parametrize("name", NAMES)

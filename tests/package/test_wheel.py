@@ -223,7 +223,7 @@ layernorm = normforge.layernorm  # without an import of its own
 assert layernorm.LayerNorm.__module__ == "normforge.layernorm"
 from {generated}h200 import layernorm_backward, rmsnorm_invariant_backward
 assert sorted(layernorm.__all__) == sorted(layernorm_backward.__all__)
-own = ["RMSNormGated", "collect", "qk_norm_rope", "rms_norm_gated", "rms_norm_rope"]
+own = ["RMSNormGated", "apply_rope", "collect", "qk_norm_rope", "rms_norm_gated", "rms_norm_rope"]
 own += ["rms_norm_quantized", "use_batch_invariant"]
 assert sorted(normforge.__all__) == sorted([*package.__all__, *own])
 batch_invariant = normforge.batch_invariant

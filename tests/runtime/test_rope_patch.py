@@ -415,6 +415,11 @@ def test_where_norms_stay_rotations_are_served(
     assert "" in normforge.unpatch(models[0]) and type(models[0]) is kind
 
 
+def test_norms_that_stay_are_tried_whatever_the_dtype_of_the_model() -> None:
+    kind = type("LayerNormed", (Attention,), {"norm": torch.nn.LayerNorm})
+    assert "" in normforge.patch(filled(kind()).bfloat16(), fuse=True)
+
+
 @pytest.mark.parametrize("name", LEFT)
 def test_other_attention_is_left_alone(
     name: str, caplog: pytest.LogCaptureFixture, served: list[Any]
@@ -506,6 +511,10 @@ ROTATED: dict[str, dict[str, Any]] = {
 """The models whose attention is served, and what else they are made with."""
 
 
+MORE = ("Gemma3", "Glm4Moe")
+"""Models of which the others cover most."""
+
+
 def small_model(name: str) -> Any:
     return model_of(name, head_dim=16, **ROTATED.get(name, {}))
 
@@ -536,7 +545,9 @@ def test_models_of_transformers_generate_as_before(name: str) -> None:
     assert torch.equal(model.generate(ids, **given), wanted)
 
 
-@pytest.mark.parametrize("name", ["Qwen3", "Gemma3", "Glm4Moe", "Olmo2"])
+@pytest.mark.parametrize(
+    "name", ["Qwen3", "Olmo2", *(pytest.param(n, marks=pytest.mark.slow) for n in MORE)]
+)
 def test_models_of_transformers_compile_into_as_many_graphs(name: str) -> None:
     ids = torch.randint(1, 32, (2, 9))
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import normforge
+from generator.paths import GENERATED
 from normforge import apply_rope
-from normforge.frontends.rope import RotatedFunctions
+from normforge.frontends.rope import RotatedFunctions, RotatedPackage
 from normforge.frontends.rope_node import SERVED
 from normforge.frontends.rotary_node import rope
 from normforge.rope import explain
@@ -184,5 +185,17 @@ def test_what_serves_is_explained_and_functions_are_pickled_by_name() -> None:
     assert found.keys() == {"how", "reason", "kernel"}
     with pytest.raises(ValueError, match="at least 1"):
         explain(0, 128, "bf16", norm=False)
+    alone: Any
+    for alone in ({"heads": 2}, {"offset": True}, {"weight_dtype": "fp32"}):
+        with pytest.raises(ValueError, match="apply_rope has no weight, no weight_offset and no"):
+            explain(131072, 128, "bf16", norm=False, **alone)
+    for columns in (63, 0, -2, 256):
+        for norm in (True, False):
+            with pytest.raises(ValueError, match="rotary_dim must be an even number from 2 to the"):
+                explain(131072, 128, "bf16", norm=norm, rotary_dim=columns)
+    with pytest.raises(TypeError, match="rotary_dim must be an int or None, got float"):
+        explain(131072, 128, "bf16", norm=False, rotary_dim=64.0)  # type: ignore[arg-type]
+    package = RotatedPackage(GENERATED / "h200" / "rope", "a package of rotations")
+    assert package.explain(131072, 128, "bf16")["how"] == "tuned"
     other = pickle.loads(pickle.dumps(normforge.apply_rope))
     assert other.__self__ is normforge.apply_rope.__self__

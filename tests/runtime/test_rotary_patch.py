@@ -15,7 +15,15 @@ import normforge
 from normforge.frontends.rope import RotatedFunctions
 from normforge.serve.rows import RowServer
 from tests.support import attention_classes
-from tests.support.attention_classes import HEADS, HIDDEN, KEYS, WIDTH, PlainAttention
+from tests.support.attention_classes import (
+    HEADS,
+    HIDDEN,
+    KEYS,
+    WIDTH,
+    PlainAttention,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
 from tests.support.entry_points import equal_bits, filled, randn, spied
 from tests.support.layer_classes import B, S, check, model_of, step
 from tests.support.layer_classes import results as results_of
@@ -140,6 +148,128 @@ def test_another_rotation_is_left_alone(rotation: Any, caplog: pytest.LogCapture
     assert "it computes something else than the rotation of halves or of neighbours" in caplog.text
 
 
+class Rotary(torch.nn.Module):
+    """Gives cos and sin of positions; with several axes, sections of columns belong to each of
+    them behind the doubling, as in HunYuan-VL."""
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> Any:
+        angles = positions[..., None].float() * torch.linspace(1, 0.1, WIDTH // 2)
+        whole = torch.cat((angles, angles), -1)
+        if positions.dim() == 3:
+            parts = whole.split(WIDTH // 4, -1)
+            whole = torch.cat([one[i] for i, one in enumerate(parts)], -1)
+        return whole.cos(), whole.sin()
+
+
+class SeveralAxes(torch.nn.Module):
+    def __init__(self, rotary: Any) -> None:
+        super().__init__()
+        self.attention, self.rotary = PlainAttention(), rotary
+
+
+class PlainRotary(Rotary):
+    """Takes positions of one axis alone."""
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> Any:
+        assert positions.dim() == 2
+        return super().forward(x, positions)
+
+
+def test_models_whose_angles_have_other_halves_are_left_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Kernels read the first halves alone."""
+    with caplog.at_level("INFO"):
+        assert normforge.patch(SeveralAxes(Rotary()), fuse=True) == []
+        assert normforge.patch(SeveralAxes(PlainRotary()), fuse=True) == ["attention"]
+    assert "Rotary gives cos and sin whose halves differ" in caplog.text
+
+
+def always_wide(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+    return tuple(one.float() for one in attention_classes.apply_rotary_pos_emb(q, k, cos, sin))
+
+
+def test_a_rotation_with_other_dtypes_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    scope = {**vars(attention_classes), "apply_rotary_pos_emb": always_wide}
+    forward = FunctionType(PlainAttention.forward.__code__, scope)
+    model = type("Another", (PlainAttention,), {"forward": forward})()
+    with caplog.at_level("INFO"):
+        assert normforge.patch(model, fuse=True) == []
+    assert "its rotation gives other dtypes than those of its rows and of cos" in caplog.text
+
+
+def without_prefix(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+    """Leave the first tokens alone, where cos has fewer, as DINOv3 does."""
+    first = q.shape[2] - cos.shape[-2]
+    turned = attention_classes.apply_rotary_pos_emb(q[:, :, first:], k[:, :, first:], cos, sin)
+    parts = zip((q, k), turned, strict=True)
+    return tuple(torch.cat((one[:, :, :first], two), 2) for one, two in parts)
+
+
+def test_calls_with_fewer_angles_than_tokens_run_as_before(rotated: list[Any]) -> None:
+    scope = {**vars(attention_classes), "apply_rotary_pos_emb": without_prefix}
+    forward = FunctionType(PlainAttention.forward.__code__, scope)
+    kind = type("Prefixed", (PlainAttention,), {"forward": forward})
+    models = [filled(kind()), filled(kind())]
+    assert normforge.patch(models[0], fuse=True) == [""]
+    rotated.clear()
+    fewer = tuple(one[:, 2:] for one in turns())
+    check(*(results(model, fewer) for model in models))
+    assert rotated == []
+
+
+def test_nothing_is_drawn_and_odd_modules_are_passed_over() -> None:
+    """Modules of TorchScript have no class of their own."""
+    model = torch.nn.Sequential(
+        PlainAttention(), torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(1, 2))
+    )
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    assert normforge.patch(model, fuse=True) == ["0"]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class Sliced(PlainAttention):
+    """Gives the columns that are rotated alone, as Phi does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config.partial_rotary_factor = 0.5
+
+    def forward(self, hidden_states: Any, position_embeddings: Any, attention_mask: Any) -> Any:
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        q = self.q_proj(hidden_states).view(shape).transpose(1, 2)
+        k = self.k_proj(hidden_states).view(shape).transpose(1, 2)
+        v = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+        cos, sin = position_embeddings
+        half = WIDTH // 2
+        turned, others = apply_rotary_pos_emb(q[..., :half], k[..., :half], cos, sin)
+        q, k = torch.cat((turned, q[..., half:]), -1), torch.cat((others, k[..., half:]), -1)
+        y, scores = eager_attention_forward(self, q, k, v, attention_mask, WIDTH**-0.5)
+        return self.o_proj(y.reshape(*hidden_states.shape[:-1], -1)), scores
+
+
+def test_the_kernel_that_is_asked_for_is_that_of_the_calls(
+    monkeypatch: pytest.MonkeyPatch, rotated: list[Any]
+) -> None:
+    asked = []
+
+    def explain(_: RowServer, *given: Any, rotation: str, offset: bool) -> dict[str, Any]:
+        asked.append((*given[1:], rotation, offset))
+        return {"kernel": "some"}
+
+    model = filled(Sliced())
+    wanted = results(model, turns(WIDTH // 2))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(RowServer, "explain", explain)
+        assert normforge.patch(model, fuse=True) == [""]
+    assert asked == [(WIDTH // 2, "fp32", "fp32", "", False)]
+    rotated.clear()
+    check(results(model, turns(WIDTH // 2)), wanted)
+    assert {one[-1] for one in rotated} == {WIDTH // 2}
+
+
 def test_heads_without_a_kernel_are_left_alone_on_a_gpu(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,13 +326,12 @@ def test_models_of_transformers_generate_as_before(name: str) -> None:
     assert torch.equal(model.generate(ids, **given), wanted)
 
 
-@pytest.mark.parametrize("name", ["Llama", "Ernie4_5"])
-def test_models_of_transformers_compile_into_as_many_graphs(name: str) -> None:
+def test_a_model_of_transformers_compiles_into_as_many_graphs() -> None:
     ids = torch.randint(1, 32, (2, 9))
 
     def graphs(fuse: bool) -> tuple[int, torch.Tensor]:
         torch._dynamo.reset()
-        counter, model = CompileCounter(), small_model(name)
+        counter, model = CompileCounter(), small_model("Llama")
         normforge.patch(model, fuse=fuse)
         compiled = torch.compile(model, backend=counter, fullgraph=True)
         loss = compiled(ids, labels=ids, use_cache=False).loss
