@@ -20,10 +20,13 @@ from .graph_values import (
     add_call,
     are_alike,
     in_one_place,
+    may_train,
     order_in_memory,
     same_size,
     value_of,
+    wants_gradient,
 )
+from .graph_writes import is_written_behind
 from .routes import MARK
 from .spellings import cast_of, kind, only_user, other_factor
 
@@ -51,15 +54,19 @@ def replace_decomposed(
     x is in bf16, fp16 or fp32, everything up to xhat in fp32, and the result in x's dtype. The
     weight may be missing, and may have a number added to it in fp32. A cast of xhat to x's dtype
     before the product is left out. Nothing else takes what is in between, and no other node stands
-    there. Rows that lie in another order than that of their dimensions, as transposed heads do, go
-    to the operator as they lie.
+    there. In training, nothing writes to x or the weight behind it: the operator saves both, and
+    narrow rows were saved as a copy in fp32. Rows that lie in another order than that of their
+    dimensions, as transposed heads do, go to the operator as they lie.
     """
-    replaced = 0
+    replaced, trains = 0, may_train(graph)
     for node in list(graph.nodes):
         found = read_norm(node)
         if found is None:
             continue
         x, weight, _, offset, nodes, _ = found
+        saved = [one for one in (x, weight) if one is not None]
+        if trains and any(map(wants_gradient, saved)) and is_written_behind(nodes[-1], saved):
+            continue
         if is_routed is None or is_routed(x, weight, offset, nodes, nodes[-1]):
             _replace(graph, found, operators)
             replaced += 1

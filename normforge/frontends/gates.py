@@ -24,10 +24,11 @@ from .graph_values import (
     graph_modules,
     in_one_place,
     is_contiguous,
+    may_train,
     value_of,
     wants_gradient,
 )
-from .graph_writes import between, is_pure
+from .graph_writes import between, is_pure, is_written_behind
 from .routes import MARK
 from .spellings import argument, cast_of, kind, only_user, other_factor
 from .worth import Worth
@@ -111,7 +112,7 @@ def _gate_first(rsqrt: Node) -> Iterator[Gated]:
         rows = other_factor(product, one) if gate is not None else None
         if gate is None or rows is None:
             continue
-        x = rows if cast_of(rows) is None else cast_of(rows)
+        x = _widened(rows)
         nodes = {*found.nodes, *gate.nodes, product, *({rows} - {x})}
         for result, weight, offset, later in read_results(x, found.xhat):
             if not offset:
@@ -125,8 +126,18 @@ def _gate(node: Any) -> _Gate | None:
     z = node.args[0] if activation else None
     if activation is None or not isinstance(z, Node):
         return None
-    wide = cast_of(z)
-    return _Gate(activation, z, {node}) if wide is None else _Gate(activation, wide, {node, z})
+    made = _widened(z)
+    return _Gate(activation, made, {node} if made is z else {node, z})
+
+
+def _widened(node: Node) -> Node:
+    """Return what a node casts to a dtype that has all its numbers, and another node itself."""
+    source = cast_of(node)
+    if source is None:
+        return node
+    before, behind = value_of(source).dtype, value_of(node).dtype
+    kept = before.is_floating_point and torch.promote_types(before, behind) == behind
+    return source if kept else node
 
 
 def _activation(node: Any) -> str | None:
@@ -149,6 +160,8 @@ def _in_dtype_of(x: Node, product: Node) -> Node | None:
 def _is_whole(found: Gated, order: dict[Node, int]) -> bool:
     """Return True if the operator computes the result, and nobody sees the nodes before it."""
     rows, result = value_of(found.x), value_of(found.result)
+    if not found.nodes.isdisjoint(found[:3]):  # a step is an argument, too
+        return False
     if type(rows) is not FakeTensor or type(value_of(found.z)) is not FakeTensor:
         return False
     if not are_alike(rows, value_of(found.z)) or not are_alike(rows, result):
@@ -169,11 +182,13 @@ def _is_whole(found: Gated, order: dict[Node, int]) -> bool:
 
 def _is_served(found: Gated, functions: Any) -> bool:
     """Return True if there are kernels, which are worth it."""
-    rows, scale = value_of(found.x), value_of(found.weight)
-    trains = torch.is_grad_enabled() and any(map(wants_gradient, (found.x, found.z, found.weight)))
+    rows, scale, saved = value_of(found.x), value_of(found.weight), found[:3]
+    trains = may_train(found.result.graph) and any(map(wants_gradient, saved))
+    if trains and is_written_behind(found.result, saved):
+        return False
     if not functions.serves(rows, scale, found.kind, trains):
         return False
-    return Worth(None).of_gated(*found[:3], found.nodes, found.result)
+    return Worth(None).of_gated(*saved, found.nodes, found.result)
 
 
 def _replace(graph: torch.fx.Graph, found: Gated, order: dict[Node, int], package: str) -> None:

@@ -37,6 +37,13 @@ def wants_gradient(node: Any) -> bool:
     return bool(getattr(value_of(node), "requires_grad", False))
 
 
+def may_train(graph: torch.fx.Graph) -> bool:
+    """Return True if a graph may be one of training: gradients are computed now, or it says itself
+    where they are."""
+    switch = torch._C._set_grad_enabled
+    return torch.is_grad_enabled() or any(node.target is switch for node in graph.nodes)
+
+
 def in_one_place(nodes: Iterable[Node]) -> bool:
     """Return True if nodes are marked alike: the same stream, region, pass and recomputation."""
     first, *others = ([node.meta.get(key) or None for key in _PLACE] for node in nodes)

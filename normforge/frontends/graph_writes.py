@@ -4,11 +4,14 @@ that is not known costs speed, and one that wrote unseen would cost right result
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.nn import functional
 
+from .graph_values import value_of
 from .spellings import kind
 
 _RESULTS = (
@@ -24,6 +27,19 @@ _VIEWS = ("cast", "halves", "unsqueezed", "transposed", "permuted", "viewed")
 """Kinds of operations of which the same is true."""
 
 
+_WITH_PLACES: dict[Any, int] = {
+    functional.silu: 1,
+    functional.relu: 1,
+    functional.leaky_relu: 2,
+    functional.dropout: 3,
+    functional.gelu: 2,
+    functional.softplus: 3,
+    functional.scaled_dot_product_attention: 7,
+}
+"""Functions that compute something new, if they are not told to write it over what they take, which
+stands behind so many arguments."""
+
+
 def is_pure(node: Node) -> bool:
     """Return True for a node that only computes a result: it changes neither memory nor how others
     are computed."""
@@ -33,6 +49,9 @@ def is_pure(node: Node) -> bool:
         return False
     if hasattr(node.target, "_schema"):
         return is_pure_operator(node)
+    places = _WITH_PLACES.get(node.target) if node.op == "call_function" else None
+    if places is not None:
+        return len(node.args) <= places and not node.kwargs.get("inplace")
     return kind(node) is not None or node.target in (*_RESULTS, *_PARTS)
 
 
@@ -56,3 +75,25 @@ def between(first: Node, last: Node) -> Iterator[Node]:
     while node is not last:
         yield node
         node = node.next
+
+
+def is_written_behind(last: Node, given: Iterable[Any]) -> bool:
+    """Return True if a node behind `last` may write to the memory of tensors that are given. A
+    backward that reads it again would find something else."""
+    memory = {_memory_of(value_of(one)) for one in given} - {None}
+    writers = (n for n in _following(last) if n.op != "output" and not is_pure(n))
+    taken = (_memory_of(value_of(one)) for node in writers for one in node.all_input_nodes)
+    return any(one in memory for one in taken)
+
+
+def _memory_of(value: Any) -> int | None:
+    """Return what the values of views have in common; None for what has no memory."""
+    try:
+        return int(value.untyped_storage()._cdata)
+    except (AttributeError, RuntimeError, NotImplementedError):  # no tensor, or a subclass
+        return None
+
+
+def _following(node: Node) -> Iterator[Node]:
+    while (node := node.next).op != "root":
+        yield node

@@ -73,7 +73,7 @@ def is_computed(node: Any) -> bool:
 
 def behind_views(node: Any) -> Any:
     """Return what a node is a view of."""
-    while kind_of(node) == "view" and isinstance(node.args[0], Node):
+    while kind_of(node) == "view" and node.args and isinstance(node.args[0], Node):
         node = node.args[0]
     return node
 
@@ -81,7 +81,7 @@ def behind_views(node: Any) -> Any:
 def is_copied(node: Any) -> bool:
     """Return True if a tensor is given another shape that needs a copy, which Inductor makes only
     for what is not its own."""
-    while kind_of(node) == "view" and isinstance(node.args[0], Node):
+    while kind_of(node) == "view" and node.args and isinstance(node.args[0], Node):
         name = getattr(node.target, "__name__", node.target)
         before, behind = value_of(node.args[0]), value_of(node)
         reshaped = name in ("reshape", "flatten") and isinstance(before, torch.Tensor)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..operations import RMSNORM_ROPE_BACKWARD, RMSNORM_ROPE_FORWARD, ROPE, ROTATED
+from ..serve.checks import explained
 from ..serve.options import SMALLEST_EPS
 from ..shape_names import rotation_name
 from ..torch_internals import float_of, served_dtype
@@ -57,13 +58,15 @@ class RotatedFunctions(RotaryFunctions):
             check_heads(N, heads, rotary_dim)
         elif rotary_dim is not None:
             check_rotary_dim(N, rotary_dim)
-        if not norm and (heads is not None or offset or weight_dtype not in ("", dtype)):
-            raise ValueError("apply_rope has no weight, no weight_offset and no heads of a norm")
+        names = explained(M, N, dtype, weight_dtype)
+        if not norm and (heads is not None or offset):
+            raise ValueError("apply_rope has no weight_offset, and no heads that a norm joins")
         operation = RMSNORM_ROPE_FORWARD if forward else RMSNORM_ROPE_BACKWARD
         server = self.server(operation if norm else ROPE)
         rotated = columns_of(N, rotary_dim, heads)
         rotation = rotation_name(rotated, N, interleaved, heads is not None)
-        return server.explain(M, N, dtype, weight_dtype, rotation=rotation, offset=offset)
+        of_weight = names[1] if norm else ""  # there is none
+        return server.explain(M, N, names[0], of_weight, rotation=rotation, offset=offset)
 
     def rms_norm_rope(
         self,

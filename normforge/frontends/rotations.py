@@ -25,6 +25,7 @@ from .graph_values import (
     graph_modules,
     in_one_place,
     is_dense,
+    may_train,
     same_size,
     value_of,
     wants_gradient,
@@ -89,7 +90,7 @@ def _fuse(
     rotation = rotation_name(turned.columns, rows.shape[-1], joined=heads.joined)
     if heads.joined and turned.columns != value_of(turned.x).shape[-1]:
         return False
-    trains = torch.is_grad_enabled() and any(map(wants_gradient, (x, weight)))
+    trains = may_train(graph) and any(map(wants_gradient, (x, weight)))
     if not functions.serves(rows, scale, rotation, offset != 0, trains):
         return False
     name = functions.form_named(joined=heads.joined)

@@ -236,6 +236,38 @@ def written_between(x: Any, z: Any, w: Any) -> Any:
     return n * functional.silu(gates)
 
 
+def written_behind(x: Any, z: Any, w: Any) -> Any:
+    gates = z * 1.0
+    y = norm_first(x, gates, w)
+    gates.mul_(2.0)
+    return y + gates
+
+
+def gates_are_the_rows(x: Any, z: Any, w: Any) -> Any:
+    """A cast is an argument of the operator and a step of the gate."""
+    wide = x.float()
+    return w * xhat(wide) * functional.silu(wide) + z
+
+
+def rounded_gate(x: Any, z: Any, w: Any) -> Any:
+    return w * xhat(x) * torch.sigmoid((3 * z).to(torch.int32)) + z
+
+
+def narrowed_gate(x: Any, z: Any, w: Any) -> Any:
+    return w * xhat(x) * torch.sigmoid(z.bfloat16()).float() + w * xhat(z.half() * z.sigmoid())
+
+
+def rounded_rows(x: Any, z: Any, w: Any) -> Any:
+    return w * xhat((3 * x).to(torch.int32) * functional.silu(z)) + x
+
+
+def written_as_data(x: Any, z: Any, w: Any) -> Any:
+    gates = (z * 1.0).unsqueeze(0)
+    y = norm_first(x, gates.squeeze(0), w)
+    gates.data.mul_(2.0)
+    return y + gates
+
+
 def gate_without_gradient(x: Any, z: Any, w: Any) -> Any:
     n = w * xhat(x.float())
     with torch.no_grad():
@@ -246,7 +278,8 @@ def gate_without_gradient(x: Any, z: Any, w: Any) -> Any:
 LEFT: list[Callable[..., Any]] = [
     *(used_twice, gate_is_used, product_is_used, another_activation, in_place, broadcast),
     *(of_itself, with_offset, norm_of_another, root_of_another, transposed, written_between),
-    gate_without_gradient,
+    *(gate_without_gradient, written_behind, written_as_data, gates_are_the_rows),
+    *(rounded_gate, narrowed_gate, rounded_rows),
 ]
 
 
@@ -255,7 +288,8 @@ def test_what_is_not_quite_a_gated_norm_stays(
     gated: Package, function: Any, asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Worth, "of_gated", lambda *_: True)
-    given = leaves()
+    dtype = torch.bfloat16 if function in (written_behind, written_as_data) else torch.float32
+    given = leaves(dtype)
     wanted = function(*given)
     run, found = compiled(gated, function)
     y = run(*given)
@@ -275,6 +309,46 @@ def test_a_norm_without_kernels_and_a_package_without_gates_stay(
     run, found = compiled(package, norm_first)
     run(*leaves())
     assert found == []
+
+
+def test_two_norms_share_a_gate_and_others_read_it(
+    gated: Package, asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Readers are no writers."""
+    monkeypatch.setattr(Worth, "of_gated", lambda *_: True)
+
+    def step(x: Any, z: Any, w: Any) -> Any:
+        return norm_first(x, z, w) + gate_first(x, z, w) + functional.gelu(z)
+
+    given = leaves()
+    run, found = compiled(gated, step)
+    close([run(*given), *grads(run(*given), *given)], [step(*given), *grads(step(*given), *given)])
+    assert len(found) == 2
+
+
+def test_gradients_that_a_graph_turns_on_itself_are_seen(gated: Package, asked: Asked) -> None:
+    def step(x: Any, z: Any, w: Any) -> Any:
+        with torch.enable_grad():
+            gates = z * 1.0
+            y = norm_first(x, gates, w)
+            gates.mul_(2.0)
+            return y + gates
+
+    given = leaves(torch.bfloat16)
+    run, found = compiled(gated, step)
+    with torch.no_grad():
+        y, wanted = run(*given), step(*given)
+    close([y, *grads(y, *given)], [wanted, *grads(wanted, *given)])
+    assert found == []
+
+
+def test_views_may_have_their_arguments_by_name(gated: Package, asked: Asked) -> None:
+    def step(x: Any, z: Any, w: Any) -> Any:
+        return norm_first(torch.reshape(input=x, shape=(-1, N)), z.view(-1, N), w)
+
+    run, found = compiled(gated, step)
+    close(run(*leaves()), step(*leaves()))
+    assert len(found) == 1
 
 
 BESIDE: dict[str, tuple[Callable[..., Any], bool]] = {

@@ -398,6 +398,93 @@ def test_norms_of_other_nodes_stay(package: Package, change: Any) -> None:
 # ---- Models --------------------------------------------------------------------------------------
 
 
+def written_itself(x: torch.Tensor, norm: Any) -> torch.Tensor:
+    y = norm(x)
+    x.mul_(2.0)
+    return y + x
+
+
+def written_as_a_view(x: torch.Tensor, norm: Any) -> torch.Tensor:
+    flat = x.view(-1)
+    y = norm(x)
+    flat[:3] = 0.0
+    return y + x
+
+
+def written_by_another_name(x: torch.Tensor, norm: Any) -> torch.Tensor:
+    same = x.add_(1.0)
+    y = norm(x)
+    same *= 2.0
+    return y + x
+
+
+def written_by_its_first_name(x: torch.Tensor, norm: Any) -> torch.Tensor:
+    same = x.add_(1.0)
+    y = norm(same)
+    x *= 2.0
+    return y + same
+
+
+def written_behind_a_squeeze(x: torch.Tensor, norm: Any) -> torch.Tensor:
+    more = x.unsqueeze(0)
+    y = norm(more.squeeze(0))
+    more.data.mul_(2.0)
+    return y + more[0]
+
+
+def activated_in_place(x: torch.Tensor, norm: Any) -> torch.Tensor:
+    y = norm(x)
+    return y + torch.nn.functional.silu(x, inplace=True)
+
+
+def written_as_a_whole(x: torch.Tensor, norm: Any) -> torch.Tensor:
+    """Only a part of the rows that are written to is normalized."""
+    y = norm(x[:1])
+    x.mul_(2.0)
+    return y + x
+
+
+def written_before(x: torch.Tensor, norm: Any) -> torch.Tensor:
+    x.mul_(2.0)
+    return norm(x) + x
+
+
+def result_is_written(x: torch.Tensor, norm: Any) -> torch.Tensor:
+    y = norm(x)
+    z = y * 2.0
+    z.add_(1.0)
+    return z + x
+
+
+WRITERS: dict[Any, bool] = {
+    **dict.fromkeys((written_itself, written_as_a_view, written_by_another_name), False),
+    **dict.fromkeys((written_by_its_first_name, written_behind_a_squeeze), False),
+    **dict.fromkeys((activated_in_place,), False),
+    **{written_as_a_whole: False, written_before: True, result_is_written: True},
+}
+
+
+@pytest.mark.parametrize("function", WRITERS, ids=lambda f: f.__name__)
+def test_rows_that_are_written_behind_their_norm_are_not_saved(
+    package: Package, function: Any
+) -> None:
+    """Eager code saves narrow rows as a copy in fp32, so that they may be written to."""
+    norm, x = kind_of(LlamaRMSNorm, torch.bfloat16), rows(2, 3, 16, dtype=torch.bfloat16)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = function(x * 1.0, norm)
+        return y
+
+    wanted = [step(x), *grads(step(x), x, norm.weight)]
+    run, graphs = compiled(package, step)
+    found = [run(x), *grads(run(x), x, norm.weight)]
+    torch.testing.assert_close(found, wanted, rtol=0.02, atol=0.02)
+    assert (package.ops.rms_norm in calls(graphs[0])) is WRITERS[function]
+    with torch.no_grad():
+        torch.testing.assert_close(run(x), wanted[0], rtol=0.02, atol=0.02)
+    assert package.ops.rms_norm in calls(graphs[-1])  # nothing is saved
+
+
 def test_norms_inside_checkpointed_layers(package: Package) -> None:
     norm, x = kind_of(LlamaRMSNorm), rows(4, 16)
 
