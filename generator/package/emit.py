@@ -30,13 +30,14 @@ ORDER_OF_DW = ("rows_per_cta", "run_rows", "group_rows")
 def check_package(package: Path, target: Target) -> None:
     """Raise NormforgeError unless winners for `target` can be added to what is at `package`."""
     check_writable(package)
-    if _read_table(package, target) is not None:
-        check_kernels(package)
+    table = _read_table(package, target)
+    if table is not None:
+        check_kernels(package, table)
 
 
-def check_kernels(package: Path) -> None:
-    """Raise NormforgeError unless a package has all kernels of its tables."""
-    table, forward = load_table(package), read_forward_table(package)
+def check_kernels(package: Path, table: Table) -> None:
+    """Raise NormforgeError unless a package has all kernels of its table, and of its forwards'."""
+    forward = read_forward_table(package)
     forwards: Iterator[KernelOf[Any]] = forward.kernels() if forward else iter(())
     try:
         check_cubins(package, chain(table.kernels(), forwards))

@@ -33,7 +33,7 @@ def join_package(source: Path, package: Path) -> tuple[int, tuple[str, ...]]:
     """
     table = load_table(source)
     if not package.exists():
-        check_kernels(source)
+        check_kernels(source, table)
         check_writable(package)
         with replacing_folder(package) as fresh:
             shutil.copytree(source, fresh, dirs_exist_ok=True)

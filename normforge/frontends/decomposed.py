@@ -24,7 +24,6 @@ from .graph_values import (
     order_in_memory,
     same_size,
     value_of,
-    wants_gradient,
 )
 from .graph_writes import is_written_behind
 from .routes import MARK
@@ -58,14 +57,13 @@ def replace_decomposed(
     narrow rows were saved as a copy in fp32. Rows that lie in another order than that of their
     dimensions, as transposed heads do, go to the operator as they lie.
     """
-    replaced, trains = 0, may_train(graph)
+    replaced = 0
     for node in list(graph.nodes):
         found = read_norm(node)
         if found is None:
             continue
         x, weight, _, offset, nodes, _ = found
-        saved = [one for one in (x, weight) if one is not None]
-        if trains and any(map(wants_gradient, saved)) and is_written_behind(nodes[-1], saved):
+        if may_train(graph, (x, weight)) and is_written_behind(nodes[-1], (x, weight)):
             continue
         if is_routed is None or is_routed(x, weight, offset, nodes, nodes[-1]):
             _replace(graph, found, operators)

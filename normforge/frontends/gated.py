@@ -21,7 +21,7 @@ from .gated_patch import forward_that_serves, is_gated
 from .library import Served
 from .package import _package_of
 from .patch import REMADE, is_served, original_forward, replace_forwards, unpatch
-from .row_functions import OneOperation, RowFunctions, asked_of, has_kernel
+from .row_functions import OneOperation, RowFunctions
 from .tried import eps_of
 
 _LAYER = "RMSNormGated"
@@ -163,11 +163,8 @@ class GatedFunctions(RowFunctions):
     ) -> bool:
         """Return True if there are kernels for rows like x, which may be a fake of sizes that
         tracing does not know. trains: backwards, too."""
-        asked = asked_of(x, weight)
-        if asked is None:
-            return False
         directions = (GATED_FORWARDS[kind], GATED_BACKWARDS[kind])[: 1 + trains]
-        return all(has_kernel(self.server(one), *asked, offset=False) for one in directions)
+        return self.have_kernels(x, weight, directions)
 
     def patch(self, model: torch.nn.Module) -> list[str]:
         """Serve the gated RMSNorms of a model, such as those of Qwen3-Next and Mamba 2. Returns

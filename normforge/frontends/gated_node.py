@@ -16,7 +16,7 @@ from ..operations.gated_rmsnorm_backward import gated_rmsnorm
 from ..torch_internals import is_batched, is_plain, transforms_active, watched
 from .gradients import autograd_of, below_autograd
 from .library import Served, define, differentiate
-from .row_nodes import applied, is_ours
+from .row_nodes import applied, is_ours, like_first
 
 Gradients = tuple[torch.Tensor, torch.Tensor, "torch.Tensor | None"]
 """dx, dz, and dw where there is a weight."""
@@ -60,15 +60,11 @@ _ARGUMENTS = (
 def _run_forward(*given: Any) -> Any:
     x, z, weight, eps, activation, norm_before_gate, package = given
     y = SERVED(package).forward(x, z, weight, eps, (activation, norm_before_gate))
-    return y.contiguous()  # as `_fake_forward` says, whatever the strides of the rows
-
-
-def _fake_forward(*given: Any) -> Any:
-    return given[0].new_empty(given[0].shape)
+    return y.contiguous()  # as `like_first` says, whatever the strides of the rows
 
 
 rms_norm_gated_forward = define(
-    "rms_norm_gated", f"({_ARGUMENTS}) -> Tensor", _run_forward, _fake_forward
+    "rms_norm_gated", f"({_ARGUMENTS}) -> Tensor", _run_forward, like_first
 )
 
 

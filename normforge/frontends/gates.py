@@ -21,12 +21,11 @@ from .gated_node import rms_norm_gated_forward
 from .graph_values import (
     add_call,
     are_alike,
-    graph_modules,
+    change_graphs,
     in_one_place,
     is_contiguous,
     may_train,
     value_of,
-    wants_gradient,
 )
 from .graph_writes import between, is_pure, is_written_behind
 from .routes import MARK
@@ -60,14 +59,13 @@ def fuse_gates(module: GraphModule, operators: Any) -> int:
     `rms_norm_gated` have kernels. Returns how many. Nothing else takes what is in between."""
     if not operators.gated:
         return 0
-    functions, fused = import_module(operators.gated).functions, 0
-    for each in graph_modules(module):
-        order = {node: i for i, node in enumerate(each.graph.nodes)}
-        count = sum(_fuse(each.graph, node, order, functions) for node in order)
-        if count:
-            each.graph.lint()
-            each.recompile()
-            fused += count
+    functions = import_module(operators.gated).functions
+
+    def change(graph: torch.fx.Graph) -> int:
+        order = {node: i for i, node in enumerate(graph.nodes)}
+        return sum(_fuse(graph, node, order, functions) for node in order)
+
+    fused = change_graphs(module, change)
     if fused:
         _log.info("joined %d norms and the gates beside them", fused)
     return fused
@@ -183,7 +181,7 @@ def _is_whole(found: Gated, order: dict[Node, int]) -> bool:
 def _is_served(found: Gated, functions: Any) -> bool:
     """Return True if there are kernels, which are worth it."""
     rows, scale, saved = value_of(found.x), value_of(found.weight), found[:3]
-    trains = may_train(found.result.graph) and any(map(wants_gradient, saved))
+    trains = may_train(found.result.graph, saved)
     if trains and is_written_behind(found.result, saved):
         return False
     if not functions.serves(rows, scale, found.kind, trains):

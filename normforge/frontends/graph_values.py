@@ -4,7 +4,7 @@ here fixes a symbol."""
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import permutations
 from typing import Any
 
@@ -25,6 +25,19 @@ def graph_modules(module: GraphModule) -> Iterator[GraphModule]:
     return (each for each in module.modules() if isinstance(each, GraphModule))
 
 
+def change_graphs(module: GraphModule, change: Callable[[torch.fx.Graph], int]) -> int:
+    """Change the graphs of a module and of those nested in it. change: of one graph, returns in how
+    many places. Returns in how many it was in all."""
+    changed = 0
+    for each in graph_modules(module):
+        count = change(each.graph)
+        if count:
+            each.graph.lint()
+            each.recompile()
+        changed += count
+    return changed
+
+
 def value_of(node: Any) -> Any:
     """The fake value of a node, in a graph of make_fx, AOTAutograd or Dynamo; None without one."""
     if not isinstance(node, Node):
@@ -37,9 +50,11 @@ def wants_gradient(node: Any) -> bool:
     return bool(getattr(value_of(node), "requires_grad", False))
 
 
-def may_train(graph: torch.fx.Graph) -> bool:
-    """Return True if a graph may be one of training: gradients are computed now, or it says itself
-    where they are."""
+def may_train(graph: torch.fx.Graph, given: Iterable[Any]) -> bool:
+    """Return True if gradients of some of these tensors may be computed: they are now, or the graph
+    says itself where they are."""
+    if not any(map(wants_gradient, given)):
+        return False
     switch = torch._C._set_grad_enabled
     return torch.is_grad_enabled() or any(node.target is switch for node in graph.nodes)
 

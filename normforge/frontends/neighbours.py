@@ -72,22 +72,27 @@ def is_computed(node: Any) -> bool:
 
 
 def behind_views(node: Any) -> Any:
-    """Return what a node is a view of."""
-    while kind_of(node) == "view" and node.args and isinstance(node.args[0], Node):
-        node = node.args[0]
+    """Return what a node is a view of, or of which it is one through others."""
+    while (source := _source_of_view(node)) is not None:
+        node = source
     return node
+
+
+def _source_of_view(node: Any) -> Node | None:
+    source = node.args[0] if kind_of(node) == "view" and node.args else None
+    return source if isinstance(source, Node) else None
 
 
 def is_copied(node: Any) -> bool:
     """Return True if a tensor is given another shape that needs a copy, which Inductor makes only
     for what is not its own."""
-    while kind_of(node) == "view" and node.args and isinstance(node.args[0], Node):
+    while (source := _source_of_view(node)) is not None:
         name = getattr(node.target, "__name__", node.target)
-        before, behind = value_of(node.args[0]), value_of(node)
+        before, behind = value_of(source), value_of(node)
         reshaped = name in ("reshape", "flatten") and isinstance(before, torch.Tensor)
         if reshaped and is_contiguous(behind) and not is_contiguous(before):
             return True
-        node = node.args[0]
+        node = source
     return False
 
 

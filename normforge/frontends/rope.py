@@ -24,7 +24,7 @@ from .rope_checks import (
 from .rope_node import Gradients, PackedGradients, formula, gradients_by_formula, rotated_norm
 from .rope_packed import packed_norms, parts_of
 from .rotary import RotaryFunctions
-from .row_functions import OneOperation, asked_of, has_kernel
+from .row_functions import OneOperation
 
 
 class RotatedFunctions(RotaryFunctions):
@@ -180,12 +180,8 @@ class RotatedFunctions(RotaryFunctions):
     ) -> bool:
         """Return True if there are kernels for rows like x, which may be a fake of sizes that
         tracing does not know. rotation: as shape_names.py has it; trains: backwards, too."""
-        asked = asked_of(x, weight)
-        if asked is None:
-            return False
         directions = (RMSNORM_ROPE_FORWARD, RMSNORM_ROPE_BACKWARD)[: 1 + trains]
-        options: Any = {"offset": offset, "rotation": rotation}
-        return all(has_kernel(self.server(one), *asked, **options) for one in directions)
+        return self.have_kernels(x, weight, directions, offset=offset, rotation=rotation)
 
     def forward(self, *given: Any) -> torch.Tensor:
         """Return y without gradients, of arguments as of RotatedNorms."""

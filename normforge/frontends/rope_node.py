@@ -3,6 +3,7 @@ serves: in plain eager code by a call, elsewhere by an operator."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +15,7 @@ from ..operations.rmsnorm_rope import rmsnorm_rope
 from ..torch_internals import is_batched, is_plain, transforms_active, watched
 from .gradients import autograd_of, autograd_of_backward
 from .library import Served, define, differentiate
-from .row_nodes import applied, is_ours
+from .row_nodes import applied, is_ours, like_first
 
 Gradients = tuple[torch.Tensor, "torch.Tensor | None"]
 """dx, and dw where there is a weight."""
@@ -72,12 +73,8 @@ _ARGUMENTS = (
 
 def _run(*given: Any) -> Any:
     *call, package = given
-    # The result is contiguous, as `_fake` says, whatever the strides of the rows.
+    # The result is contiguous, as `like_first` says, whatever the strides of the rows.
     return SERVED(package).forward(*call).contiguous()
-
-
-def _fake(*given: Any) -> Any:
-    return given[0].new_empty(given[0].shape)
 
 
 def _run_backward(*given: Any) -> tuple[torch.Tensor, ...]:
@@ -92,7 +89,7 @@ def _fake_backward(*given: Any) -> tuple[torch.Tensor, ...]:
     return x.new_empty(x.shape), dw
 
 
-rms_norm_rope_forward = define("rms_norm_rope", f"({_ARGUMENTS}) -> Tensor", _run, _fake)
+rms_norm_rope_forward = define("rms_norm_rope", f"({_ARGUMENTS}) -> Tensor", _run, like_first)
 rms_norm_rope_backward = define(
     "rms_norm_rope_backward",
     f"(Tensor dy, {_ARGUMENTS}) -> (Tensor, Tensor)",
@@ -183,6 +180,21 @@ def rotated_norm(*given: Any) -> torch.Tensor:
     return y
 
 
+def or_by_formula(
+    kernel: Callable[..., Any], by_formula: Callable[..., Any], angles: slice
+) -> Callable[..., Any]:
+    """Return the autograd kernel of an operator whose cos and sin, at these places, may be learnt:
+    only PyTorch's operators have their gradients."""
+
+    def autograd(keys: Any, *given: Any) -> Any:
+        learnt = any(one.requires_grad for one in given[angles])
+        if learnt and torch.is_grad_enabled():
+            return by_formula(*given)
+        return kernel(keys, *given)
+
+    return autograd
+
+
 def _by_formula(*given: Any) -> Any:
     return formula(*given[:-1], **flags_of(given[-1]))
 
@@ -190,10 +202,5 @@ def _by_formula(*given: Any) -> Any:
 _kernel = autograd_of(rms_norm_rope_forward, _run, RotatedNode, _by_formula)
 
 
-def _autograd(keys: Any, *given: Any) -> Any:
-    learnt = any(one.requires_grad for one in given[2:4])  # only PyTorch's operators have that
-    return _by_formula(*given) if learnt and torch.is_grad_enabled() else _kernel(keys, *given)
-
-
-differentiate(rms_norm_rope_forward, _autograd)
+differentiate(rms_norm_rope_forward, or_by_formula(_kernel, _by_formula, slice(2, 4)))
 differentiate(rms_norm_rope_backward, autograd_of_backward(rms_norm_rope_backward, _run_backward))

@@ -22,19 +22,26 @@ def with_other_halves(model: torch.nn.Module) -> str:
         kind: Any = type(module)
         if "rotary" in kind.__name__.lower() and kind not in known:
             known.add(kind)
-            if any(_halves_differ(module, axes) for axes in _AXES):
+            if _gives_other_halves(module):
                 return str(kind.__name__)
     return ""
 
 
-def _halves_differ(module: Any, axes: int) -> bool:
+def _gives_other_halves(module: Any) -> bool:
+    try:
+        if len(inspect.signature(module.forward).parameters) < 2:
+            return False
+        here = copy.deepcopy(module).to("cpu", torch.float32)
+    except Exception:  # it cannot be copied
+        return False
+    return any(_halves_differ(here, axes) for axes in _AXES)
+
+
+def _halves_differ(here: Any, axes: int) -> bool:
     """Return True if a module computes such numbers of positions; False if it takes others."""
     steps = torch.arange(_TOKENS)
     positions = [(steps * (axis + 1) % _TOKENS)[None] for axis in range(max(1, axes))]
     try:
-        here = copy.deepcopy(module).to("cpu", torch.float32)
-        if len(inspect.signature(here.forward).parameters) < 2:
-            return False
         with torch.no_grad():
             found = here(
                 torch.ones(1, _TOKENS, 1), torch.stack(positions) if axes else positions[0]

@@ -14,23 +14,18 @@ from ..operations.formula import evaluate
 from ..torch_internals import is_batched, is_plain, watched
 from .gradients import autograd_of
 from .library import define, differentiate
-from .rope_node import SERVED, flags_of
-from .row_nodes import applied, is_ours
+from .rope_node import SERVED, flags_of, or_by_formula
+from .row_nodes import applied, is_ours, like_first
 
 
 def _run(*given: Any) -> Any:
     *call, package = given
-    # The result is contiguous, as `_fake` says, whatever the strides of the rows.
+    # The result is contiguous, as `like_first` says, whatever the strides of the rows.
     return SERVED(package).rotate(*call).contiguous()
 
 
-def _fake(*given: Any) -> Any:
-    return given[0].new_empty(given[0].shape)
-
-
-rope = define(
-    "rope", "(Tensor x, Tensor cos, Tensor sin, float sign, str package) -> Tensor", _run, _fake
-)
+_SCHEMA = "(Tensor x, Tensor cos, Tensor sin, float sign, str package) -> Tensor"
+rope = define("rope", _SCHEMA, _run, like_first)
 
 
 def formula(x: Any, cos: Any, sin: Any, sign: float, **flags: bool) -> torch.Tensor:
@@ -86,11 +81,4 @@ def _by_formula(*given: Any) -> Any:
 
 
 _kernel = autograd_of(rope, _run, RotaryNode, _by_formula)
-
-
-def _autograd(keys: Any, *given: Any) -> Any:
-    learnt = any(one.requires_grad for one in given[1:3])  # only PyTorch's operators have that
-    return _by_formula(*given) if learnt and torch.is_grad_enabled() else _kernel(keys, *given)
-
-
-differentiate(rope, _autograd)
+differentiate(rope, or_by_formula(_kernel, _by_formula, slice(1, 3)))

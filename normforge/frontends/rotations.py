@@ -22,13 +22,12 @@ from ..shape_names import rotation_name
 from .equal_halves import EqualHalves
 from .graph_values import (
     add_call,
-    graph_modules,
+    change_graphs,
     in_one_place,
     is_dense,
     may_train,
     same_size,
     value_of,
-    wants_gradient,
 )
 from .graph_writes import between, is_pure
 from .rope_node import rms_norm_rope_forward
@@ -46,15 +45,14 @@ def fuse_rotations(module: GraphModule, operators: Any) -> int:
     if not operators.rotated:
         return 0
     functions = import_module(operators.rotated).functions
-    alike, fused = EqualHalves(module), 0
-    for each in graph_modules(module):
-        order = {node: i for i, node in enumerate(each.graph.nodes)}
+    alike = EqualHalves(module)
+
+    def change(graph: torch.fx.Graph) -> int:
+        order = {node: i for i, node in enumerate(graph.nodes)}
         found = [one for node in order if (one := read_rotation(node, operators)) is not None]
-        count = sum(_fuse(each.graph, *one, order, alike, functions) for one in found)
-        if count:
-            each.graph.lint()
-            each.recompile()
-            fused += count
+        return sum(_fuse(graph, *one, order, alike, functions) for one in found)
+
+    fused = change_graphs(module, change)
     if fused:
         _log.info("joined %d norms of heads and the rotary embeddings behind them", fused)
     return fused
@@ -90,7 +88,7 @@ def _fuse(
     rotation = rotation_name(turned.columns, rows.shape[-1], joined=heads.joined)
     if heads.joined and turned.columns != value_of(turned.x).shape[-1]:
         return False
-    trains = may_train(graph) and any(map(wants_gradient, (x, weight)))
+    trains = may_train(graph, (x, weight))
     if not functions.serves(rows, scale, rotation, offset != 0, trains):
         return False
     name = functions.form_named(joined=heads.joined)

@@ -76,6 +76,23 @@ class RowFunctions:
             found = self._servers.setdefault(operation.name, made)
         return found
 
+    def have_kernels(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        operations: Iterable[RowOperation],
+        *,
+        offset: bool = False,
+        **options: Any,
+    ) -> bool:
+        """Return True if all of some operations have kernels for rows like x, which may be a fake
+        of sizes that tracing does not know. options: as of `has_kernel`."""
+        asked = asked_of(x, weight)
+        if asked is None:
+            return False
+        servers = map(self.server, operations)
+        return all(has_kernel(server, *asked, offset=offset, **options) for server in servers)
+
 
 def provenance_of(source: Source) -> dict[str, Any]:
     """Return the target of a package, and how the kernel of every tuned shape was found and

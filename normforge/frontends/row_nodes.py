@@ -17,6 +17,12 @@ from ..torch_internals import (
 )
 
 
+def like_first(*given: Any) -> Any:
+    """Return what an operator's result looks like that is contiguous rows like the first argument,
+    whatever the strides of these."""
+    return given[0].new_empty(given[0].shape)
+
+
 def is_ours(*given: Any) -> bool:
     """Return True if a node may take these tensors. Transforms, forward mode, tracers and
     subclasses of tensors know PyTorch's operators alone; modes and fake tensors know ours, too."""

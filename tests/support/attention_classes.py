@@ -46,38 +46,6 @@ def another_attention(*given: Any, **named: Any) -> Any:
 ATTENTIONS = {"other": another_attention}
 
 
-class Attention(nn.Module):
-    """Qwen's: the norms come before the transpose."""
-
-    norm: Callable[..., nn.Module] = PlainRMSNorm
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.config, self.head_dim = SimpleNamespace(_attn_implementation="other"), WIDTH
-        self.q_proj = nn.Linear(HIDDEN, HEADS * WIDTH, bias=False)
-        self.k_proj = nn.Linear(HIDDEN, KEYS * WIDTH, bias=False)
-        self.v_proj = nn.Linear(HIDDEN, KEYS * WIDTH, bias=False)
-        self.o_proj = nn.Linear(HEADS * WIDTH, HIDDEN, bias=False)
-        self.q_norm, self.k_norm = type(self).norm(WIDTH), type(self).norm(WIDTH)
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        q = self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)
-        k = self.k_norm(self.k_proj(hidden_states).view(shape)).transpose(1, 2)
-        v = self.v_proj(hidden_states).view(shape).transpose(1, 2)
-        cos, sin = position_embeddings
-        q, k = apply_rotary_pos_emb(q, k, cos, sin)
-        attend = ATTENTIONS.get(self.config._attn_implementation, eager_attention_forward)
-        y, scores = attend(self, q, k, v, attention_mask, scaling=WIDTH**-0.5, **kwargs)
-        return self.o_proj(y.reshape(*hidden_states.shape[:-1], -1)), scores
-
-
 class PlainAttention(nn.Module):
     """Llama's: there are no norms."""
 
@@ -100,6 +68,33 @@ class PlainAttention(nn.Module):
         q, k = apply_rotary_pos_emb(q, k, cos, sin)
         attend = ATTENTIONS.get(self.config._attn_implementation, eager_attention_forward)
         y, scores = attend(self, q, k, v, attention_mask, scaling=WIDTH**-0.5)
+        return self.o_proj(y.reshape(*hidden_states.shape[:-1], -1)), scores
+
+
+class Attention(PlainAttention):
+    """Qwen's: the norms come before the transpose."""
+
+    norm: Callable[..., nn.Module] = PlainRMSNorm
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_norm, self.k_norm = type(self).norm(WIDTH), type(self).norm(WIDTH)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        q = self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)
+        k = self.k_norm(self.k_proj(hidden_states).view(shape)).transpose(1, 2)
+        v = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+        cos, sin = position_embeddings
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        attend = ATTENTIONS.get(self.config._attn_implementation, eager_attention_forward)
+        y, scores = attend(self, q, k, v, attention_mask, scaling=WIDTH**-0.5, **kwargs)
         return self.o_proj(y.reshape(*hidden_states.shape[:-1], -1)), scores
 
 
