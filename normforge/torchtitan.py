@@ -1,11 +1,16 @@
-"""An override module for torchtitan: its RMSNorm by the kernels of `normforge`.
+"""Overrides for torchtitan: its RMSNorm and its rotary embeddings, alone or together in attention,
+by the kernels of `normforge`.
 
     torchtitan_train ... --override.imports normforge.torchtitan.rms_norm
 
-replaces every `RMSNorm` in the config of the trainer. Parameters, state dicts, initialisation and
-sharding stay as they are. With `debug.spmd_typechecking`, a norm has the types of PyTorch's, unless
-`use_native()` was called. Written for torchtitan 0.3, whose overrides are described in its
-torchtitan/overrides/README.md.
+replaces every `RMSNorm` in the config of the trainer. `complex_rope` beside it replaces the rotary
+embedding of Llama 3 and DeepSeek V3, `cos_sin_rope` that of gpt-oss. In Qwen 3, whose queries and
+keys are normalized and rotated by one kernel, `attention` and `block_norms` replace all of it:
+torchtitan takes no override of what is inside another one.
+
+Parameters, state dicts, initialisation and sharding stay as they are. With
+`debug.spmd_typechecking`, results have the types of PyTorch's, unless `use_native()` was called.
+Written for torchtitan 0.3, whose overrides are described in its torchtitan/overrides/README.md.
 """
 
 from __future__ import annotations
@@ -14,16 +19,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torchtitan.config import derive, override
+from torchtitan.models.common.attention import GQAttention
 from torchtitan.models.common.nn_modules import RMSNorm as TorchtitanNorm
+from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE
 
+from normforge import apply_rope, rms_norm_rope
 from normforge import rms_norm as norm
+from normforge.frontends import rope_node, rotary_node
 from normforge.frontends.nodes import EagerNorm
 
 try:
     from spmd_types import register_decomposition
 except ImportError:  # nobody checks types
     register_decomposition = None
+
+Turns = tuple[torch.Tensor, torch.Tensor]
+"""cos and sin of every token, (1 or B, S, D / 2)."""
 
 
 class NormforgeRMSNorm(TorchtitanNorm):
@@ -47,6 +60,172 @@ def rms_norm(config: Any) -> NormforgeRMSNorm.Config:
     return found
 
 
+@override(
+    target=TorchtitanNorm.Config,
+    exact=True,
+    fqns=["norm", "*.attention_norm", "*.ffn_norm"],
+    description="RMSNorm outside attention, by the kernels of normforge",
+)
+def block_norms(config: Any) -> NormforgeRMSNorm.Config:
+    """The config of the norm that takes the place of one outside attention."""
+    return rms_norm(config)
+
+
+def _turns_of(cache: torch.Tensor) -> tuple[Turns, bool]:
+    """Return cos and sin in a cache of the tokens of heads (1 or B, S, 1, columns), and whether it
+    rotates neighbours: one of complex numbers does. Another one holds both halves of cos, which are
+    the same, and those of sin."""
+    if cache.is_complex():
+        parts = torch.view_as_real(cache.squeeze(2))
+        return (parts[..., 0].contiguous(), parts[..., 1].contiguous()), True
+    cos, _, sin, _ = cache.squeeze(2).chunk(4, -1)
+    return (cos, sin), False
+
+
+def _cache_of(rope: Any, x: torch.Tensor, positions: torch.Tensor | None) -> Any:
+    """Return the cache of the tokens of heads, as torchtitan broadcasts it, and that of the tokens
+    of this rank, None where it is no such cache."""
+    cache = rope._reshape_cache(x, positions)
+    mine = cache.to_local() if isinstance(cache, DTensor) else cache
+    B, S = (x.to_local() if isinstance(x, DTensor) else x).shape[:2]
+    fits = mine.shape[0] in (1, B) and mine.shape[1:3] == (S, 1)
+    if isinstance(x, DTensor) and any(one.is_partial() for one in x.placements):
+        fits = False
+    return cache, mine if fits else None
+
+
+def _rotated(x: torch.Tensor, turns: Turns, interleaved: bool) -> torch.Tensor:
+    """Rotate heads (B, S, H, D), of a DTensor those of this rank."""
+    if not isinstance(x, DTensor):
+        return apply_rope(x, *turns, interleaved=interleaved)
+    mine = apply_rope(x.to_local(), *turns, interleaved=interleaved)
+    return DTensor.from_local(mine, x.device_mesh, x.placements, run_check=False)
+
+
+def _rotate(rope: Any, query: Any, key: Any, positions: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the forward of a rotary embedding of torchtitan."""
+    cache, mine = _cache_of(rope, query, positions)
+    if mine is None:
+        both: tuple[torch.Tensor, torch.Tensor] = rope.apply_rotary_emb(query, key, cache)
+        return both
+    turns = _turns_of(mine)
+    return _rotated(query, *turns), _rotated(key, *turns)
+
+
+class NormforgeComplexRoPE(ComplexRoPE):
+    """torchtitan's rotary embedding by complex numbers, with `normforge.apply_rope` in its
+    place."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ComplexRoPE.Config):
+        """The fields of torchtitan's."""
+
+    def forward(self, query: Any, key: Any, positions: Any = None) -> Any:
+        return _rotate(self, query, key, positions)
+
+
+@override(
+    target=ComplexRoPE.Config,
+    exact=True,
+    description="rotary embedding by complex numbers, by the kernels of normforge",
+)
+def complex_rope(config: Any) -> NormforgeComplexRoPE.Config:
+    """The config of the rotary embedding that takes the place of one by complex numbers."""
+    found: NormforgeComplexRoPE.Config = derive(config, NormforgeComplexRoPE.Config)
+    return found
+
+
+class NormforgeCosSinRoPE(CosSinRoPE):
+    """torchtitan's rotary embedding of halves, with `normforge.apply_rope` in its place."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CosSinRoPE.Config):
+        """The fields of torchtitan's."""
+
+    def forward(self, query: Any, key: Any, positions: Any = None) -> Any:
+        return _rotate(self, query, key, positions)
+
+
+@override(
+    target=CosSinRoPE.Config,
+    exact=True,
+    description="rotary embedding of halves, by the kernels of normforge",
+)
+def cos_sin_rope(config: Any) -> NormforgeCosSinRoPE.Config:
+    """The config of the rotary embedding that takes the place of one of halves."""
+    found: NormforgeCosSinRoPE.Config = derive(config, NormforgeCosSinRoPE.Config)
+    return found
+
+
+class NormforgeAttention(GQAttention):
+    """torchtitan's attention, with `normforge.rms_norm_rope` in the place of the norms of queries
+    and keys and their rotary embedding. Where these are other modules, have hooks, or are split
+    over ranks, each runs by itself."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GQAttention.Config):
+        """The fields of torchtitan's."""
+
+    def forward(self, x: Any, attention_masks: Any, positions: Any = None) -> Any:
+        if not self._is_joined():
+            return super().forward(x, attention_masks, positions)
+        query, key, value = self.qkv_linear(x)
+        _, cache = _cache_of(self.rope, query, positions)
+        (cos, sin), interleaved = _turns_of(cache)
+        query, key = (
+            rms_norm_rope(
+                *(heads, norm.weight, cos, sin),
+                torch.finfo(heads.dtype).eps if norm.eps is None else norm.eps,
+                interleaved=interleaved,
+            )
+            for heads, norm in ((query, self.q_norm), (key, self.k_norm))
+        )
+        mixed = self.inner_attention(
+            *(query, key, value),
+            attention_masks=attention_masks,
+            scale=self.scaling,
+            enable_gqa=self.enable_gqa,
+        )
+        return self.wo(mixed.contiguous().flatten(2))
+
+    def _is_joined(self) -> bool:
+        norms = (self.q_norm, self.k_norm)
+        if type(self.rope) not in _ROTATIONS or any(type(n) is not NormforgeRMSNorm for n in norms):
+            return False
+        parts = (*norms, self.rope)
+        if any(one._forward_hooks or one._forward_pre_hooks for one in parts):
+            return False
+        wrapped = any("forward" in one.__dict__ for one in parts)  # as `parallelize` does
+        return not wrapped and not any(isinstance(one.weight, DTensor) for one in norms)
+
+
+_ROTATIONS = (NormforgeComplexRoPE, NormforgeCosSinRoPE)
+
+
+@override(
+    target=GQAttention.Config,
+    exact=True,
+    description="norms of queries and keys and their rotary embedding, by the kernels of normforge",
+)
+def attention(config: Any) -> NormforgeAttention.Config:
+    """The config of the attention that takes the place of one of torchtitan's, and of what is in
+    it."""
+    replaced = {name: _replaced(getattr(config, name)) for name in ("qk_norm", "rope")}
+    found: NormforgeAttention.Config = derive(config, NormforgeAttention.Config, **replaced)
+    return found
+
+
+def _replaced(config: Any) -> Any:
+    """Return the config that takes the place of one, or itself where it is of another class."""
+    factories = {
+        TorchtitanNorm.Config: rms_norm,
+        ComplexRoPE.Config: complex_rope,
+        CosSinRoPE.Config: cos_sin_rope,
+    }
+    factory = factories.get(type(config))
+    return config if factory is None else factory(config)
+
+
 def _pytorchs(
     _: Any, x: torch.Tensor, weight: torch.Tensor | None, eps: float | None, __: float
 ) -> torch.Tensor:
@@ -54,5 +233,18 @@ def _pytorchs(
     return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
 
 
+def _by_formula(formula: Any) -> Any:
+    """Return what computes a node by PyTorch's operators, of its arguments."""
+
+    def compute(*given: Any) -> torch.Tensor:
+        *call, package = given
+        y: torch.Tensor = formula(*call, **rope_node.flags_of(package))
+        return y
+
+    return compute
+
+
 if register_decomposition is not None:
     register_decomposition(EagerNorm, _pytorchs)
+    register_decomposition(rotary_node.RotaryNode, _by_formula(rotary_node.formula))
+    register_decomposition(rope_node.RotatedNode, _by_formula(rope_node.formula))

@@ -8,7 +8,8 @@ from statistics import geometric_mean
 from typing import Any
 
 from benchmarks.pages.text import generated, paragraph, read, table
-from benchmarks.training.layers import TITLES, WAYS
+from benchmarks.training.layer_models import TITLES
+from benchmarks.training.layers import WAYS
 
 
 def layers() -> str:
@@ -26,6 +27,16 @@ def layers_rotated() -> str:
     """Milliseconds of those kernels on an H200, since there are kernels for the heads of Gemma 3
     and OLMo 2."""
     return _by_way(read("layers_rotated_h200")["layers"], every=False)
+
+
+def layers_more() -> str:
+    """Milliseconds of those kernels on an H200, in layers with a gate and with complex numbers."""
+    return _by_way(read("layers_more_h200")["layers"])
+
+
+def layers_autotuned() -> str:
+    """Milliseconds of those kernels on an H200, where Inductor tunes its own."""
+    return _by_way(read("layers_autotuned_h200")["layers"])
 
 
 def layers_with_sums_h100() -> str:
@@ -160,6 +171,8 @@ LAYERS_BLOCKS: dict[str, Callable[[], str]] = {
     "layers": layers,
     "layers_with_sums": layers_with_sums,
     "layers_rotated": layers_rotated,
+    "layers_more": layers_more,
+    "layers_autotuned": layers_autotuned,
     "layers_with_sums_h100": layers_with_sums_h100,
     "fewer_instructions": fewer_instructions,
     "in_two_formats": in_two_formats,

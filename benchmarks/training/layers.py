@@ -6,8 +6,9 @@ without its recurrence.
 
 Forward and backward of a layer run in turns under every way. Compiled: plain Inductor (`inductor`),
 the norms by `inductor_backend()` (`backend`), by `patch` under Inductor (`patched`), norms with
-their neighbours by `patch(fuse=True)` under Inductor (`fused`), and this and the backend (`both`).
-Not compiled: the model as it is (`eager`), `eager_patched` and `eager_fused`. For each the command
+their neighbours by `patch(fuse=True)` under Inductor (`fused`), and this and the backend (`both`);
+`autotuned` and `both_autotuned` are Inductor and `both` with max-autotune, which takes minutes. Not
+compiled: the model as it is (`eager`), `eager_patched` and `eager_fused`. For each the command
 prints milliseconds of all kernels of a step and of those beside products and attention, then the
 latter by name. --out keeps all of it in a file. Needs transformers and a GPU.
 """
@@ -32,6 +33,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.command import OPTIONS
 from benchmarks.gpu import open_session, target_of
 from benchmarks.results import machine, module_facts, write_json
+from benchmarks.training.layer_models import KINDS, MODELS, NAMES
 from benchmarks.training.steps import TOKENS
 from generator.evaluate.gpu.order import balanced_orders
 from generator.paths import GENERATED
@@ -41,68 +43,21 @@ Step = Callable[[], None]
 Kernels = list[tuple[str, float]]
 """Names of kernels, and their microseconds in one step."""
 
-MODELS: dict[str, dict[str, int]] = {
-    "llama": {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-    },
-    "qwen3": {
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-    },
-    "gemma3": {
-        "hidden_size": 2560,
-        "intermediate_size": 10240,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-    },
-    "olmo2": {
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-    },
-    "qwen3_next": {
-        "hidden_size": 2048,
-        "intermediate_size": 5120,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-    },
-}
-"""The sizes of the models of TITLES."""
-KINDS: dict[str, dict[str, Any]] = {
-    "qwen3_next": {"layer_types": ["linear_attention"], "mlp_only_layers": [0]},
-}
-"""The kind of layer that is meant, where a model has several."""
-TITLES = {
-    "llama": "Llama 3 8B",
-    "qwen3": "Qwen 3 1.7B",
-    "gemma3": "Gemma 3 4B",
-    "olmo2": "OLMo 2 7B",
-    "qwen3_next": "Qwen3-Next 80B, gated delta layer",
-}
-
 
 @dataclass(frozen=True)
 class Way:
     """A way to run a layer, with its title in tables. patched: its norms are served; fuse: with
     their neighbours; backend: of torch.compile, "normforge" for `inductor_backend()` and None for
-    eager code."""
+    eager code; mode: of torch.compile."""
 
     title: str
     patched: bool = False
     fuse: bool = False
     backend: str | None = None
+    mode: str | None = None
 
 
+AUTOTUNED = "max-autotune-no-cudagraphs"
 WAYS = {
     "eager": Way("eager"),
     "eager_patched": Way("eager, `patch`", patched=True),
@@ -113,6 +68,14 @@ WAYS = {
     "fused": Way("`patch(fuse=True)`, Inductor", patched=True, fuse=True, backend="inductor"),
     "both": Way(
         "`patch(fuse=True)`, `inductor_backend()`", patched=True, fuse=True, backend="normforge"
+    ),
+    "autotuned": Way("Inductor, max-autotune", backend="inductor", mode=AUTOTUNED),
+    "both_autotuned": Way(
+        "`patch(fuse=True)`, `inductor_backend()`, max-autotune",
+        patched=True,
+        fuse=True,
+        backend="normforge",
+        mode=AUTOTUNED,
     ),
 }
 PRODUCTS = re.compile(
@@ -139,7 +102,8 @@ class Layer(torch.nn.Module):
         super().__init__()
         module = import_module(f"transformers.models.{model}.modeling_{model}")
         name = "".join(word.capitalize() for word in model.split("_"))
-        config = getattr(module, f"{name}TextConfig" if model == "gemma3" else f"{name}Config")(
+        name, decoder = NAMES.get(model, (name, name))
+        config = getattr(module, f"{name}Config")(
             **sizes, **KINDS.get(model, {}), num_hidden_layers=1, vocab_size=32, pad_token_id=0
         )
         for recurrence in _RECURRENCES:
@@ -147,12 +111,14 @@ class Layer(torch.nn.Module):
                 setattr(module, recurrence, _without_recurrence)
         config._attn_implementation = "sdpa"
         with torch.device(device):
-            self.layer = getattr(module, f"{name}DecoderLayer")(config, 0).to(torch.bfloat16)
+            self.layer = getattr(module, f"{decoder}DecoderLayer")(config, 0).to(torch.bfloat16)
             angles = torch.arange(length)[:, None] * torch.linspace(
                 0.01, 1, self._head(config) // 2
             )
         turns = torch.cat((angles, angles), -1)[None].to(torch.bfloat16)
-        self.turns = (turns.cos(), turns.sin())
+        self.turns: Any = (turns.cos(), turns.sin())
+        if model == "llama4":  # which rotates by complex numbers
+            self.turns = torch.polar(torch.ones_like(angles), angles)[None]
 
     @staticmethod
     def _head(config: Any) -> int:
@@ -176,7 +142,7 @@ def step_of(layer: Layer, way: str, x: torch.Tensor, dy: torch.Tensor) -> Step:
     if how.backend is not None:
         ours = how.backend == "normforge"
         backend: Any = normforge.inductor_backend() if ours else how.backend
-        run = torch.compile(layer, backend=backend, fullgraph=True)
+        run = torch.compile(layer, backend=backend, mode=how.mode, fullgraph=True)
 
     def step() -> None:
         layer.zero_grad(set_to_none=True)

@@ -21,6 +21,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from .additions import fold_additions
+from .complex_rotations import fuse_complex_rotations
 from .decomposed import replace_decomposed
 from .gates import fuse_gates
 from .graph_values import graph_modules
@@ -148,7 +149,10 @@ def make_pass(
         raise ValueError(f"how must be 'route' or 'tag', got {how!r}")
 
     def normforge_route(module: GraphModule, example_inputs: Any = None) -> GraphModule:
-        return route(module, operators)
+        route(module, operators)
+        if isinstance(operators, Operators):
+            fuse_complex_rotations(module, operators)
+        return module
 
     def normforge_tag(module: GraphModule, example_inputs: Any = None) -> GraphModule:
         return tag(module, operators, inductor_configs)
@@ -206,6 +210,7 @@ def route_before_autograd(module: GraphModule, operators: NormOperators) -> None
     if not isinstance(operators, Operators):
         return
     is_routed = None if operators.invariant else Worth(operators)
+    fuse_complex_rotations(module, operators)  # Inductor fuses nothing with these
     fuse_gates(module, operators)  # before their norms are left to Inductor
     route(module, operators, written_out_only=True, is_routed=is_routed)
     if is_routed is not None:

@@ -21,9 +21,12 @@ _RESULTS = (
 )
 """Functions and methods that compute something new, beside those that have a kind, and one that
 PyTorch's modules call when they are made."""
-_PARTS = (operator.getitem, torch.split, "split", "contiguous", "expand", "flatten")
+_PARTS = (operator.getitem, torch.split, "split", "contiguous", "expand")
 """Functions and methods whose result may be the memory of what they take."""
-_VIEWS = ("cast", "halves", "unsqueezed", "transposed", "permuted", "viewed")
+_VIEWS = (
+    *("cast", "halves", "unsqueezed", "transposed", "permuted", "viewed"),
+    *("complex", "real", "conjugate", "copied"),
+)
 """Kinds of operations of which the same is true."""
 
 

@@ -80,6 +80,11 @@ class RotaryFunctions(RowFunctions):
             if found is not None:
                 found.retire()
 
+    def rotates(self, x: torch.Tensor, rotation: str) -> bool:
+        """Return True if there is a kernel for heads like x, which may be a fake of sizes that
+        tracing does not know. rotation: as shape_names.py has it."""
+        return self.have_kernels(x, None, (ROPE,), rotation=rotation)
+
     def rotate(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: float
     ) -> torch.Tensor:

@@ -11,7 +11,8 @@ from torch.compiler import is_dynamo_compiling
 
 from ..operations import ROPE
 from ..operations.formula import evaluate
-from ..torch_internals import is_batched, is_plain, watched
+from ..torch_internals import is_batched, is_plain, transforms_active, watched
+from .dtensor import is_dtensor
 from .gradients import autograd_of
 from .library import define, differentiate
 from .rope_node import SERVED, flags_of, or_by_formula
@@ -59,8 +60,12 @@ class RotaryNode(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         given = (dy, *ctx.saved_tensors, -ctx.sign)
-        batched = not is_dynamo_compiling() and is_batched(dy)
-        turn = _by_formula if batched else rotary_embedding
+        turn: Any = rotary_embedding
+        if not is_dynamo_compiling() and not transforms_active():
+            if is_batched(dy):
+                turn = _by_formula
+            elif not is_plain(dy) and not is_dtensor(dy):
+                turn = rope  # of the tensors that AOTAutograd traces
         return turn(*given, ctx.package), None, None, None, None
 
 

@@ -38,10 +38,19 @@ _SPELLINGS: dict[str, tuple[Any, ...]] = {
     "unsqueezed": ("unsqueeze", torch.unsqueeze),
     "transposed": ("transpose", torch.transpose, "swapaxes", torch.swapaxes),
     "permuted": ("permute", torch.permute, _aten.permute.default),
-    "viewed": ("view", "reshape", torch.reshape, "unflatten", torch.unflatten),
+    "viewed": (
+        *("view", "reshape", torch.reshape, "unflatten", torch.unflatten),
+        *("flatten", torch.flatten, _aten.view.default, _aten._unsafe_view.default),
+    ),
+    "complex": (torch.view_as_complex, _aten.view_as_complex.default),
+    "real": (torch.view_as_real, _aten.view_as_real.default),
+    "conjugate": ("conj", torch.conj, _aten._conj.default, _aten._conj_physical.default),
+    "copied": ("clone", torch.clone, _aten.clone.default, "resolve_conj", torch.resolve_conj),
 }
 _KINDS = {spelling: kind for kind, spellings in _SPELLINGS.items() for spelling in spellings}
-_WITH_OPTIONS = ("cast", "mean", "joined", "halves", "unsqueezed", "transposed", "viewed")
+_WITH_OPTIONS = (
+    *("cast", "mean", "joined", "halves", "unsqueezed", "transposed", "viewed", "copied"),
+)
 
 
 def kind(node: Any) -> str | None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import normforge
 from generator.evaluate.gpu.protocol import Candidate
 from generator.evaluate.gpu.workload import Workload
 from generator.evaluate.verify.accuracy import check_accuracy
@@ -264,3 +265,32 @@ def test_heads_in_other_places_give_the_same_bits(functions: RotatedFunctions) -
         assert torch.equal(functions.rms_norm_rope(other, weight, cos, sin), wanted)
     odd = [torch.cat((one[..., :1], one), -1)[..., 1:] for one in (cos, sin)]
     assert torch.equal(functions.rms_norm_rope(x, weight, *odd), wanted)
+
+
+@pytest.mark.usefixtures("deterministic", "served_by_kernels")
+def test_complex_numbers_in_a_compiled_step_give_the_bits_of_a_call(
+    functions: RotatedFunctions, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr("normforge.rope_packages.functions", functions)
+    q, k = (randn(2, 33, heads, 128).requires_grad_() for heads in (4, 2))
+    numbers = torch.polar(*(torch.randn(1, 33, 1, 64, device="cuda").abs() for _ in "ra"))
+    dy = [torch.randn_like(x) for x in (q, k)]
+
+    def rotated(*heads: torch.Tensor) -> list[torch.Tensor]:
+        pairs = [torch.view_as_complex(x.float().reshape(2, 33, -1, 64, 2)) for x in heads]
+        return [torch.view_as_real(one * numbers).flatten(3).type_as(q) for one in pairs]
+
+    def called(*heads: torch.Tensor) -> list[torch.Tensor]:
+        cos, sin = numbers.real[:, :, 0], numbers.imag[:, :, 0]
+        return [functions.apply_rope(x, cos, sin, interleaved=True) for x in heads]
+
+    torch.compiler.reset()
+    with caplog.at_level("INFO"):
+        compiled = torch.compile(rotated, fullgraph=True, backend=normforge.inductor_backend())
+        found = compiled(q, k)
+    assert "gave 2 rotations by complex numbers" in caplog.text
+    wanted = called(q, k)
+    found += torch.autograd.grad(found, (q, k), dy)
+    wanted += torch.autograd.grad(wanted, (q, k), dy)
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))

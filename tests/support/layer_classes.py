@@ -30,7 +30,7 @@ SMALL = {
 def model_of(name: str, **sizes: Any) -> Any:
     """A small causal model of transformers, whose parameters are normal numbers."""
     transformers: Any = pytest.importorskip("transformers", reason="needs transformers")
-    kind = f"{name}Text" if name in ("Gemma3", "Qwen3_5") else name
+    kind = f"{name}Text" if name in ("Gemma3", "Llama4", "Qwen3_5") else name
     config = getattr(transformers, f"{kind}Config")(**{**SMALL, **sizes})
     return filled(getattr(transformers, f"{name}ForCausalLM")(config))
 

@@ -1,0 +1,170 @@
+"""Finds heads that are rotated as complex numbers, as torchtitan, and Hugging Face's Llama 4 and
+DeepSeek V2, write it: the product of neighbouring columns with cos + i sin becomes one operator of
+the packages of `rope`.
+
+Inductor generates no code for complex numbers: the cast, the product and the cast back are kernels
+of their own there. The pass works on graphs before autograd, where the operator has a backward, and
+on traced steps, whose backward multiplies with the conjugate.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import GraphModule, Node
+
+from ..shape_names import rotation_name
+from .graph_values import add_call, change_graphs, in_one_place, is_dense, same_size, value_of
+from .graph_writes import between, is_pure
+from .rotary_node import rope
+from .spellings import cast_of, kind, only_user, other_factor
+
+_aten = torch.ops.aten
+_log = logging.getLogger(__name__)
+
+
+class Turned(NamedTuple):
+    """Heads that are rotated: x, the complex numbers, their product, the node with the result, and
+    all nodes of which it is made, in their order."""
+
+    x: Node
+    angles: Node
+    product: Node
+    result: Node
+    nodes: list[Node]
+
+
+Made = dict[tuple[Node, bool, float], tuple[Node, Node, Node]]
+"""cos and sin that a graph has already, and the last rotation by them: of complex numbers, whether
+their heads are transposed, and of a sign."""
+
+
+def fuse_complex_rotations(module: GraphModule, operators: Any) -> int:
+    """Replace rotations by complex numbers, also in the graphs that one calls, where the packages
+    of `rope` have a kernel. Returns how many. Nothing else takes what is in between."""
+    if not operators.rotated:
+        return 0
+    functions = import_module(operators.rotated).functions
+
+    def change(graph: torch.fx.Graph) -> int:
+        found = [one for node in graph.nodes if (one := _read(node)) is not None]
+        made: Made = {}
+        return sum(_fuse(graph, one, functions, made) for one in found)
+
+    fused = change_graphs(module, change)
+    if fused:
+        _log.info("gave %d rotations by complex numbers to the packages of rope", fused)
+    return fused
+
+
+def _read(product: Node) -> Turned | None:
+    """Return the rotation that a product of complex numbers is part of."""
+    if kind(product) != "product" or len(product.users) != 1:
+        return None
+    for one in product.args:
+        pairs = one.args[0] if isinstance(one, Node) and kind(one) == "complex" else None
+        angles = other_factor(product, one) if isinstance(one, Node) else None
+        if isinstance(pairs, Node) and angles is not None and kind(pairs) == "viewed":
+            assert isinstance(one, Node)
+            wide: Any = pairs.args[0]
+            x = cast_of(wide)
+            before = [pairs, one, product] if x is None else [wide, pairs, one, product]
+            return _with_its_result(wide if x is None else x, angles, before)
+    return None
+
+
+def _with_its_result(x: Node, angles: Node, nodes: list[Node]) -> Turned | None:
+    product = nodes[-1]
+    (real,) = product.users
+    flat = only_user(real) if kind(real) == "real" else None
+    if flat is None or kind(flat) != "viewed":
+        return None
+    nodes = [*nodes, real, flat]
+    if not all(isinstance(value_of(node), torch.Tensor) for node in (x, angles, *nodes)):
+        return None
+    dtype, last = value_of(x).dtype, only_user(flat)
+    if value_of(flat).dtype != dtype and last is not None and cast_of(last) is flat:
+        nodes.append(last)
+    fits = value_of(nodes[-1]).dtype == dtype
+    return Turned(x, angles, product, nodes[-1], nodes) if fits else None
+
+
+def _fuse(graph: torch.fx.Graph, turned: Turned, functions: Any, made: Made) -> bool:
+    rows, result, nodes = value_of(turned.x), value_of(turned.result), turned.nodes
+    orders = {False: (0, 1, 2, 3), True: (0, 2, 1, 3)}
+    transposed = next((at for at in orders if _fits(turned, at_heads=2 - at)), None)
+    if transposed is None or not is_dense(result, orders[transposed]):
+        return False
+    if any(user not in nodes for node in nodes[:-1] for user in node.users):
+        return False
+    if not in_one_place(nodes) or not all(map(is_pure, between(nodes[0], turned.result))):
+        return False
+    if not functions.rotates(rows, rotation_name(rows.shape[-1], rows.shape[-1], True)):
+        return False
+    _replace(graph, turned, transposed, functions.form_named(interleaved=True), made)
+    return True
+
+
+def _fits(turned: Turned, at_heads: int) -> bool:
+    """Return True for numbers of every token, one for each pair of columns, the same for all of its
+    heads, which stand in a dimension."""
+    x, angles, product = map(value_of, (turned.x, turned.angles, turned.product))
+    if any(type(one) is not FakeTensor for one in (x, angles, product)) or x.dim() != 4:
+        return False
+    if type(x.shape[-1]) is not int or angles.requires_grad:
+        return False
+    if not angles.dtype == product.dtype == torch.complex64 or value_of(_base(turned)[0]).is_conj():
+        return False
+    pairs = [*x.shape[:-1], x.shape[-1] // 2]
+    of_tokens = [*pairs[:at_heads], 1, *pairs[at_heads + 1 :]]
+    along = [same_size(angles.shape[0], 1) or same_size(angles.shape[0], pairs[0])]
+    along += map(same_size, angles.shape[1:], of_tokens[1:])
+    along += map(same_size, product.shape, pairs)
+    along += map(same_size, value_of(turned.result).shape, x.shape)
+    return angles.dim() == product.dim() == 4 and all(along) and angles.device == x.device
+
+
+def _base(turned: Turned) -> tuple[Node, float]:
+    """Return the complex numbers of which a rotation has copies or conjugates, and 1, or -1 for
+    conjugates."""
+    angles, sign = turned.angles, 1.0
+    while kind(angles) in ("conjugate", "copied"):
+        sign = -sign if kind(angles) == "conjugate" else sign
+        (angles,) = angles.all_input_nodes
+    return angles, sign
+
+
+def _replace(
+    graph: torch.fx.Graph, turned: Turned, transposed: bool, name: str, made: Made
+) -> None:
+    """Put the operator in front of a rotation's result, and let all users of that take its own."""
+    last, (angles, sign) = turned.result, _base(turned)
+    call = partial(add_call, graph, last)
+    known, before = list[Node](), made.get((angles, transposed, sign))
+    if before is not None and in_one_place((before[2], last)):
+        known = [*before[:2]] if all(map(is_pure, between(before[2], last))) else []
+    with graph.inserting_before(last):
+        if not known:
+            parts = call(_aten.view_as_real.default, angles)
+            known = [
+                call(_aten.clone.default, call(_aten.select.int, parts, -1, i)) for i in (0, 1)
+            ]
+            known = [call(_aten.transpose.int, one, 1, 2) if transposed else one for one in known]
+        rows = call(_aten.transpose.int, turned.x, 1, 2) if transposed else turned.x
+        rotated = y = call(rope, rows, *known, sign, name)
+        y = call(_aten.transpose.int, y, 1, 2) if transposed else y
+    made[angles, transposed, sign] = (known[0], known[1], rotated)
+    y.meta = dict(last.meta)
+    last.replace_all_uses_with(y)
+    for node in reversed(turned.nodes):
+        graph.erase_node(node)
+    unused = turned.angles
+    while unused is not angles and not unused.users:
+        (source,) = unused.all_input_nodes
+        graph.erase_node(unused)
+        unused = source
