@@ -1,4 +1,4 @@
-// rope_none_direct_n128_bf16_8x7_630a67c2
+// rope_none_direct_n128_bf16_32x4_99a9a5c5
 //
 // y = x * cos + rotate_half(x) * (sign * sin), and rotate_half(x) = -x of the second half of a row in front of
 // x of the first.
@@ -12,19 +12,19 @@ constexpr bool kExact = true;  // N is a constant
 constexpr int kRowColumns = 128;  // N
 constexpr int kColumns = 128;  // columns of one CTA
 constexpr int kCluster = 1;  // CTAs that share a row
-constexpr int kThreadsPerRow = 8;
+constexpr int kThreadsPerRow = 32;
 constexpr int kTeamThreads = 32;  // those of a row, but at least a warp
-constexpr int kRowsAbreast = 4;  // rows that parts of a warp work on side by side
-constexpr int kTeams = 7;  // of a CTA, each with rows of its own
-constexpr int kThreads = 224;  // of one CTA
-constexpr int kRowsInFlight = 2;  // rows that a thread works on at once
-constexpr int kBatchRows = 8;  // rows of a batch: kRowsInFlight * kRowsAbreast
+constexpr int kRowsAbreast = 1;  // rows that parts of a warp work on side by side
+constexpr int kTeams = 4;  // of a CTA, each with rows of its own
+constexpr int kThreads = 128;  // of one CTA
+constexpr int kRowsInFlight = 1;  // rows that a thread works on at once
+constexpr int kBatchRows = 1;  // rows of a batch: kRowsInFlight * kRowsAbreast
 constexpr int kStages = 1;  // batches under way in shared memory
 constexpr int kStageBarriers = 0;  // transaction barriers of one team's stages
 constexpr int kReload = 0;  // x and dy are read again for dx
 constexpr int kVectorBytes = 16;
 constexpr int kElements = 8;  // elements of x in a vector
-constexpr int kVectors = 2;  // vectors of a row in one thread
+constexpr int kVectors = 1;  // vectors of a row in one thread
 constexpr int kWarpsPerRow = 1;
 constexpr int kWeightBytes = 16;  // of the weight for one vector of x
 constexpr int kRowBytes = 256;  // of one CTA's part of a row of x
@@ -44,7 +44,7 @@ constexpr int kTilesOffset = 128;
 #define ROW_POLICY ""
 #define ROW_HINT ""
 #define ROW_OPERAND ""
-#define ROW_STORE ".cs"
+#define ROW_STORE ""
 #define LEAST_COLUMNS 128  // of a row
 
 #include "primitives.cuh"
@@ -169,7 +169,7 @@ struct RowPipeline {
 
 // ---- The kernel -----------------------------------------------------------------------------
 
-extern "C" __global__ void __launch_bounds__(224, 1) rope(ARGUMENTS(Arguments, args)) {
+extern "C" __global__ void __launch_bounds__(128, 6) rope(ARGUMENTS(Arguments, args)) {
   DYNAMIC_SHARED(smem);
   constexpr int rank = 0;
   const unsigned participants = gridDim.x;

@@ -1,4 +1,4 @@
-// rope_none_async3_n128_bf16_interleaved_8x2_d801513d
+// rope_none_direct_n128_bf16_interleaved_8x4_e6211dcb
 //
 // y = x * cos + rotate_half(x) * (sign * sin), and rotate_half(x) = -x of the second half of a row in front of
 // x of the first.
@@ -16,11 +16,11 @@ constexpr int kCluster = 1;  // CTAs that share a row
 constexpr int kThreadsPerRow = 8;
 constexpr int kTeamThreads = 32;  // those of a row, but at least a warp
 constexpr int kRowsAbreast = 4;  // rows that parts of a warp work on side by side
-constexpr int kTeams = 2;  // of a CTA, each with rows of its own
-constexpr int kThreads = 64;  // of one CTA
-constexpr int kRowsInFlight = 2;  // rows that a thread works on at once
-constexpr int kBatchRows = 8;  // rows of a batch: kRowsInFlight * kRowsAbreast
-constexpr int kStages = 3;  // batches under way in shared memory
+constexpr int kTeams = 4;  // of a CTA, each with rows of its own
+constexpr int kThreads = 128;  // of one CTA
+constexpr int kRowsInFlight = 1;  // rows that a thread works on at once
+constexpr int kBatchRows = 4;  // rows of a batch: kRowsInFlight * kRowsAbreast
+constexpr int kStages = 1;  // batches under way in shared memory
 constexpr int kStageBarriers = 0;  // transaction barriers of one team's stages
 constexpr int kReload = 0;  // x and dy are read again for dx
 constexpr int kVectorBytes = 16;
@@ -46,7 +46,7 @@ constexpr int kTilesOffset = 128;
 #define ROW_POLICY ".reg .b64 policy; createpolicy.fractional.L2::evict_last.b64 policy, 1.0; "
 #define ROW_HINT ".L2::cache_hint"
 #define ROW_OPERAND ", policy"
-#define ROW_STORE ".cs"
+#define ROW_STORE ""
 #define LEAST_COLUMNS 128  // of a row
 
 #include "primitives.cuh"
@@ -136,82 +136,33 @@ struct Rows {
 
 #include "schedule.cuh"
 
-// ---- Rows: cp.async into stages in shared memory ---------------------------------------------
-// A thread copies exactly the vectors that it reads, so it only has to wait for its own groups. It
-// commits one group per batch, also past the end, so that "all but the newest kAhead - 1" always
-// includes the batch that is due.
-// A slot is refilled by the thread that read it, and an asynchronous copy follows the earlier
-// instructions of its own thread (PTX ISA, asynchronous operations).
-// dx may be the memory of dy: a thread writes only elements that it has copied itself, and it has waited
-// for those copies. Later reads, also those of a reload, are of the copy.
+// ---- Rows: plain vector loads into registers -------------------------------------------------
+// dx may not be the memory of dy: these loads are ld.global.nc, for memory that nobody writes.
 
 struct RowPipeline {
-  static constexpr int kTileBytes = kVectors * kThreads * kVectorBytes;  // one row of every team
-  static constexpr int kResidualTileBytes = kResidual * kVectors * kThreads * kResidualBytes;
-  static constexpr int kStageBytes = kRowsInFlight * (1 * kTileBytes + kResidualTileBytes);
-  static constexpr int kAhead = kStages - kReload;
-
   const Rows& rows;
-  unsigned char* const first;  // this thread's first vector in the first stage
-  unsigned char* due;          // and in the stage of the batch that is due
 
-  DEVICE RowPipeline(const Rows& r, unsigned char* smem)
-      : rows(r), first(smem + kTilesOffset + threadIdx.x * kVectorBytes), due(first) {}
-
-  // Vectors of consecutive threads are neighbours: no bank conflicts.
-  DEVICE static unsigned char* slot(unsigned char* stage, int tensor, int u, int j) {
-    return stage + (tensor * kRowsInFlight + u) * kTileBytes + j * kThreads * kVectorBytes;
-  }
-  DEVICE static unsigned char* residual_slot(unsigned char* stage, int u, int j, int chunk) {
-    constexpr int kChunk = kChunkOf<kResidualBytes>;
-    // `stage` already has threadIdx.x * kVectorBytes in it, hence the difference at the end.
-    return stage + 1 * kRowsInFlight * kTileBytes + u * kResidualTileBytes +
-           (j * (kResidualBytes / kChunk) + chunk) * kThreads * kChunk +
-           static_cast<int>(threadIdx.x) * (kChunk - kVectorBytes);
-  }
-  DEVICE void fetch(long long batch, unsigned char* into) {
+  DEVICE RowPipeline(const Rows& r, unsigned char*) : rows(r) {}
+  DEVICE void start(const Schedule&) {}
+  DEVICE void await() {}
+  DEVICE void read(RowPacket (&x)[kRowsInFlight][kVectors], long long batch) {
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) {
       const long long row = row_of(batch, u);
-      const bool exists = rows.together ? batch < rows.batches : row < rows.count;
+      const bool valid = rows.has(row);
       const Element* const x_from = rows.x_in(batch, u);
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
         const int column = rows.column(j);
-        if (exists && rows.owns(j, column)) {
-          copy_async<kVectorBytes>(slot(into, 0, u, j), x_from + j * kThreadsPerRow * kElements);
-        }
-      }
-    }
-    copy_async_commit();
-  }
-  // The address is advanced here, too. If NVRTC 13.0 splits the address of a copy with a cache policy
-  // into a thread's register and a uniform one, it emits an illegal instruction.
-  DEVICE void start(const Schedule& schedule) {
-    unsigned char* into = first;
-#pragma unroll 1
-    for (int s = 0; s < kAhead; ++s, into += kStageBytes) fetch(schedule.ahead(s), into);
-  }
-  DEVICE void await() { copy_async_wait<kAhead - 1>(); }
-  DEVICE void read(RowPacket (&x)[kRowsInFlight][kVectors], long long batch) {
-#pragma unroll
-    for (int u = 0; u < kRowsInFlight; ++u) {
-      const bool valid = rows.has(row_of(batch, u));
-#pragma unroll
-      for (int j = 0; j < kVectors; ++j) {
         x[u][j] = RowPacket{};
-        if (valid && rows.owns(j, rows.column(j))) {
-          x[u][j] = load_shared_packet<kVectorBytes>(slot(due, 0, u, j));
+        if (valid && rows.owns(j, column)) {
+          x[u][j] = load_row<kVectorBytes>(x_from + j * kThreadsPerRow * kElements);
         }
       }
     }
   }
-  DEVICE unsigned char* last() const { return first + (kStages - 1) * kStageBytes; }
-  // With a reload, the stage of this batch is still needed, so the one before it is refilled.
-  DEVICE void refill(const Schedule& schedule) {
-    fetch(schedule.ahead(kAhead), !kReload ? due : due == first ? last() : due - kStageBytes);
-  }
-  DEVICE void advance() { due = due == last() ? first : due + kStageBytes; }
+  DEVICE void refill(const Schedule&) {}
+  DEVICE void advance() {}
 };
 
 // ---- Pairs of columns ---------------------------------------------------------------------------
@@ -284,7 +235,7 @@ DEVICE float group_number(const GroupPacket& packet, int i, bool wide) {
 
 // ---- The kernel -----------------------------------------------------------------------------
 
-extern "C" __global__ void __launch_bounds__(64, 8) rope(ARGUMENTS(Arguments, args)) {
+extern "C" __global__ void  rope(ARGUMENTS(Arguments, args)) {
   DYNAMIC_SHARED(smem);
   constexpr int rank = 0;
   const unsigned participants = gridDim.x;
@@ -305,28 +256,14 @@ extern "C" __global__ void __launch_bounds__(64, 8) rope(ARGUMENTS(Arguments, ar
   const auto take_batches = [&](bool together, bool wide_numbers) __attribute__((always_inline)) {
   rows.together = together;
   rows.wide = wide_numbers;
-  // A batch ahead of its use.
-  GroupPacket next_cos_words[kRowsInFlight][kGroupVectors];
-  load_group(next_cos_words, args.cos, args.cos_stride, rows, schedule.batch);
-  // A batch ahead of its use.
-  GroupPacket next_sin_words[kRowsInFlight][kGroupVectors];
-  load_group(next_sin_words, args.sin, args.sin_stride, rows, schedule.batch);
 
   for (; schedule.batch < rows.batches; schedule.next()) {
     const long long batch = schedule.batch;
     RowPacket xs[kRowsInFlight][kVectors];
     GroupPacket cos_words[kRowsInFlight][kGroupVectors];
-#pragma unroll
-    for (int u = 0; u < (rows.together ? 1 : kRowsInFlight); ++u)
-#pragma unroll
-      for (int j = 0; j < kGroupVectors; ++j) cos_words[u][j] = next_cos_words[u][j];
-    load_group(next_cos_words, args.cos, args.cos_stride, rows, schedule.ahead(1));
+    load_group(cos_words, args.cos, args.cos_stride, rows, batch);
     GroupPacket sin_words[kRowsInFlight][kGroupVectors];
-#pragma unroll
-    for (int u = 0; u < (rows.together ? 1 : kRowsInFlight); ++u)
-#pragma unroll
-      for (int j = 0; j < kGroupVectors; ++j) sin_words[u][j] = next_sin_words[u][j];
-    load_group(next_sin_words, args.sin, args.sin_stride, rows, schedule.ahead(1));
+    load_group(sin_words, args.sin, args.sin_stride, rows, batch);
     pipeline.await();
     pipeline.read(xs, batch);
     pipeline.refill(schedule);

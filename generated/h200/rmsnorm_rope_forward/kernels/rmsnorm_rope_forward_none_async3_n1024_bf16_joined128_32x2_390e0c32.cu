@@ -1,4 +1,4 @@
-// rmsnorm_rope_forward_none_producer3_n2048_bf16_joined128_64x5_5ab7144b
+// rmsnorm_rope_forward_none_async3_n1024_bf16_joined128_32x2_390e0c32
 //
 // y = n * cos + rotate_half(n) * sin with n = rmsnorm(x) * w, and rotate_half(n) = -n of the
 // second half of a row in front of n of the first.
@@ -10,25 +10,25 @@
 // ---- Config ---------------------------------------------------------------------------------
 
 constexpr bool kExact = true;  // N is a constant
-constexpr int kRowColumns = 2048;  // N
-constexpr int kColumns = 2048;  // columns of one CTA
+constexpr int kRowColumns = 1024;  // N
+constexpr int kColumns = 1024;  // columns of one CTA
 constexpr int kCluster = 1;  // CTAs that share a row
-constexpr int kThreadsPerRow = 64;
-constexpr int kTeamThreads = 64;  // those of a row, but at least a warp
+constexpr int kThreadsPerRow = 32;
+constexpr int kTeamThreads = 32;  // those of a row, but at least a warp
 constexpr int kRowsAbreast = 1;  // rows that parts of a warp work on side by side
-constexpr int kTeams = 5;  // of a CTA, each with rows of its own
-constexpr int kThreads = 320;  // of one CTA
+constexpr int kTeams = 2;  // of a CTA, each with rows of its own
+constexpr int kThreads = 64;  // of one CTA
 constexpr int kRowsInFlight = 1;  // rows that a thread works on at once
 constexpr int kBatchRows = 1;  // rows of a batch: kRowsInFlight * kRowsAbreast
 constexpr int kStages = 3;  // batches under way in shared memory
-constexpr int kStageBarriers = 6;  // transaction barriers of one team's stages
-constexpr int kReload = 0;  // x and dy are read again for dx
+constexpr int kStageBarriers = 0;  // transaction barriers of one team's stages
+constexpr int kReload = 1;  // x and dy are read again for dx
 constexpr int kVectorBytes = 16;
 constexpr int kElements = 8;  // elements of x in a vector
 constexpr int kVectors = 4;  // vectors of a row in one thread
-constexpr int kWarpsPerRow = 2;
+constexpr int kWarpsPerRow = 1;
 constexpr int kWeightBytes = 16;  // of the weight for one vector of x
-constexpr int kRowBytes = 4096;  // of one CTA's part of a row of x
+constexpr int kRowBytes = 2048;  // of one CTA's part of a row of x
 constexpr int kOffset = 0;  // a number is added to the weight
 constexpr int kResidual = 0;  // the residual's gradient is added to dx
 constexpr int kResidualBytes = 16;  // beside a vector
@@ -37,20 +37,19 @@ constexpr int kPartialStride = 0;  // floats of one row of partial dw
 constexpr int kTailColumns = 0;  // columns of dw that a CTA of the tail sums at once
 constexpr int kLevels = 1;
 constexpr int kSumThreads = 0;  // of one CTA of the second kernel
-constexpr int kSumsOffset = 240;  // bytes into shared memory
-constexpr int kWeightOffset = 320;  // bytes into shared memory; not args.weight_offset
-constexpr int kBroadcastOffset = 320;
-constexpr int kTilesOffset = 384;
+constexpr int kSumsOffset = 0;  // bytes into shared memory
+constexpr int kWeightOffset = 0;  // bytes into shared memory; not args.weight_offset
+constexpr int kBroadcastOffset = 0;
+constexpr int kTilesOffset = 128;
 #define ROW_LOAD ".nc"
 // Rows are asked for with a priority in the L2.
 #define ROW_POLICY ".reg .b64 policy; createpolicy.fractional.L2::evict_last.b64 policy, 1.0; "
 #define ROW_HINT ".L2::cache_hint"
 #define ROW_OPERAND ", policy"
 #define ROW_STORE ""
-#define LEAST_COLUMNS 2048  // of a row
+#define LEAST_COLUMNS 1024  // of a row
 
 #include "primitives.cuh"
-#include "primitives_producer.cuh"
 
 using Element = bf16;        // x, y
 using WeightElement = bf16;  // weight
@@ -134,198 +133,87 @@ struct Rows {
   }
 };
 
-// ---- The sum over a row ----------------------------------------------------------------------
-
-// A barrier of the threads of a team. Reads of a stage come before it, and the refill of the stage after
-// it.
-DEVICE void team_barrier() {
-  if constexpr (kThreadsPerRow <= 32) {
-    warp_barrier();
-  } else if constexpr (kTeams == 1) {
-    named_barrier(1, kThreadsPerRow);
-  } else {
-    named_barrier(1 + team_index(), kThreadsPerRow);
-  }
-}
-
-// The sum over the lanes of a warp that share a row, the same in each of them.
-DEVICE float warp_sum(float value) {
-#pragma unroll
-  for (int mask = (kThreadsPerRow < 32 ? kThreadsPerRow : 32) / 2; mask > 0; mask /= 2)
-    value = __fadd_rn(value, shuffle_xor(value, mask));
-  return value;
-}
-
-// The sum of kCount floats of shared memory, the same in every thread of the warp: in index order if
-// there are few, in a butterfly if there are many, after each lane has added every 32nd one.
-template <int kCount> DEVICE float sum_shared(const float* from) {
-  float total = 0.0f;
-  if constexpr (kCount <= 8) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) total = __fadd_rn(total, load_shared(from + i));
-  } else {
-    for (int i = threadIdx.x % 32; i < kCount; i += 32)
-      total = __fadd_rn(total, load_shared(from + i));
-    total = warp_sum(total);
-  }
-  return total;
-}
-// There are two buffers, used in turn. A warp that is ahead writes the next batch's sums while others
-// still read this one's. The barrier in between keeps it from being two batches ahead.
-struct RowSum {
-  static constexpr int kSums = kRowsInFlight * kWarpsPerRow;
-
-  float* sums;
-  unsigned batch = 0;
-
-  DEVICE explicit RowSum(unsigned char* smem, unsigned team)
-      : sums(reinterpret_cast<float*>(smem + kSumsOffset) + team * 2 * kSums) {}
-  DEVICE void operator()(float (&value)[kRowsInFlight]) {
-#pragma unroll
-    for (int u = 0; u < kRowsInFlight; ++u) value[u] = warp_sum(value[u]);
-    if constexpr (kWarpsPerRow == 1) {
-      team_barrier();
-    } else {
-      float* into = sums + (batch & 1) * kSums;
-      if (threadIdx.x % 32 == 0)
-#pragma unroll
-        for (int u = 0; u < kRowsInFlight; ++u)
-          store_shared(into + u * kWarpsPerRow + team_thread() / 32, value[u]);
-      team_barrier();
-#pragma unroll
-      for (int u = 0; u < kRowsInFlight; ++u)
-        value[u] = sum_shared<kWarpsPerRow>(into + u * kWarpsPerRow);
-      ++batch;
-    }
-  }
-};
+#include "row_sum.cuh"
+#include "row_sum_cta.cuh"
 
 #include "schedule.cuh"
 
-// ---- Rows: bulk copies by a warp of their own --------------------------------------------------
-// The CTA has one warp more than its teams. One of its lanes asks the copy engine for the rows of all
-// teams, stage after stage, as soon as a stage is free. So no thread that computes is held up by
-// requests, and a stage is free again once it has been read, not at the end of its batch.
-//
-// Each stage of a team has two mbarriers. `full` completes a phase when the producer has arrived with
-// the number of bytes and these have landed. `empty` completes one when every warp of the team has
-// arrived. Both sides count their batches, so that stage i % kStages of batch i is in phase i / kStages.
-//
-// Why a stage is not read before its bytes are there. A consumer waits for the phase of its batch with
-// an acquire at CTA scope. Its completion follows the copies' complete_tx, which makes their writes
-// visible to it (PTX ISA, "Async proxy": completion through an mbarrier implies a proxy fence).
-//
-// Why a stage is not overwritten before it has been read. The producer waits for the empty phase with an
-// acquire, before it requests the next copy into the stage. An arrival does not wait for loads of the
-// same thread that are still under way: without a fence the copy engine can overwrite what they are to
-// read (seen on H100s, in up to 149 of 150 launches where stores press on the queue). So every thread
-// that has read executes fence.proxy.async before the warp's barrier. The barrier orders it before the
-// arrival of lane 0, whose release the producer's wait acquires; the copy comes after that.
-//
-// Why nobody waits for ever. The producer fills the stages of all teams in the order in which the teams
-// take them, round by round. Take the earliest round and team that some CTA of a cluster cannot finish.
-// Its stage was filled, for that waits only until the team has read its batch kStages rounds ago, which
-// all CTAs have finished. So each of them has the rows, sends its sums, and receives those of the others.
-//
-// Why the producer may end first. It has no copies to wait for: those that have not landed are waited for
-// by the teams that read them, and a CTA ends with its last thread. Barriers of the CTA after that count
-// the threads that have not ended (CUDA C++ Programming Guide, __syncthreads). Before that no thread may
-// come to one: the teams' barriers are named, and tails begin after a CTA's last rows have been requested
-// and read. The empty phases that nobody waits for any more need no reader.
-//
-// dx may be the memory of dy, as in rows_bulk.cuh.
+// ---- Rows: cp.async into stages in shared memory ---------------------------------------------
+// A thread copies exactly the vectors that it reads, so it only has to wait for its own groups. It
+// commits one group per batch, also past the end, so that "all but the newest kAhead - 1" always
+// includes the batch that is due.
+// A slot is refilled by the thread that read it, and an asynchronous copy follows the earlier
+// instructions of its own thread (PTX ISA, asynchronous operations).
+// dx may be the memory of dy: a thread writes only elements that it has copied itself, and it has waited
+// for those copies. Later reads, also those of a reload, are of the copy.
 
 struct RowPipeline {
-  static_assert(kRowsAbreast == 1, "a bulk copy brings its row to a whole team");
-  static constexpr int kBatchBytes = kRowsInFlight * (1 * kRowBytes + kResidualRowBytes);
+  static constexpr int kTileBytes = kVectors * kThreads * kVectorBytes;  // one row of every team
+  static constexpr int kResidualTileBytes = kResidual * kVectors * kThreads * kResidualBytes;
+  static constexpr int kStageBytes = kRowsInFlight * (1 * kTileBytes + kResidualTileBytes);
+  static constexpr int kAhead = kStages - kReload;
 
   const Rows& rows;
-  const unsigned warp, team;  // known to be the same for the whole warp
-  unsigned char* tiles;  // of the CTA
-  unsigned long long *full, *empty;  // of team 0; those of the next team follow
-  int stage = 0;
-  unsigned phase = 0;
+  unsigned char* const first;  // this thread's first vector in the first stage
+  unsigned char* due;          // and in the stage of the batch that is due
 
-  DEVICE RowPipeline(const Rows& r, unsigned char* smem, unsigned of)
-      : rows(r), warp(of), team(of / kWarpsPerRow), tiles(smem + kTilesOffset), full(reinterpret_cast<unsigned long long*>(smem)),
-        empty(full + kTeams * kStages) {
-    // Unrolled, because in a loop the compiler puts a fence before each of them. The kernel fences them,
-    // and a barrier of the CTA or of the cluster publishes them.
-    if (threadIdx.x == 0) {
-#pragma unroll
-      for (int s = 0; s < kTeams * kStages; ++s) {
-        mbarrier_init(&full[s], 1);
-        mbarrier_init(&empty[s], kWarpsPerRow);
-      }
-    }
+  DEVICE RowPipeline(const Rows& r, unsigned char* smem)
+      : rows(r), first(smem + kTilesOffset + threadIdx.x * kVectorBytes), due(first) {}
+
+  // Vectors of consecutive threads are neighbours: no bank conflicts.
+  DEVICE static unsigned char* slot(unsigned char* stage, int tensor, int u, int j) {
+    return stage + (tensor * kRowsInFlight + u) * kTileBytes + j * kThreads * kVectorBytes;
   }
-  // Requests all rows of the CTA. For the threads of the last warp, of which one does it.
-  DEVICE void produce(long long first, long long step) {
-    if (!elected()) return;
-    int into = 0;
-    unsigned turn = 1;  // of a barrier that has completed no phase the one before counts as complete
-#pragma unroll 1
-    for (long long batch = first; batch < rows.batches; batch += step) {
-#pragma unroll 1
-      for (int team = 0; team < kTeams && batch + team < rows.batches; ++team) {
-        mbarrier_wait(&empty[team * kStages + into], turn);
-        fetch(batch + team, team * kStages + into);
-      }
-      if (++into == kStages) {
-        into = 0;
-        turn ^= 1;
-      }
-    }
+  DEVICE static unsigned char* residual_slot(unsigned char* stage, int u, int j, int chunk) {
+    constexpr int kChunk = kChunkOf<kResidualBytes>;
+    // `stage` already has threadIdx.x * kVectorBytes in it, hence the difference at the end.
+    return stage + 1 * kRowsInFlight * kTileBytes + u * kResidualTileBytes +
+           (j * (kResidualBytes / kChunk) + chunk) * kThreads * kChunk +
+           static_cast<int>(threadIdx.x) * (kChunk - kVectorBytes);
   }
-  DEVICE void fetch(long long batch, int into) {
-    const long long row = row_of_team(batch);
-    const long long left = rows.count - row;
-    // A batch of one row exists if it is due.
-    const int valid = kBatchRows == 1 || left >= kRowsInFlight ? kRowsInFlight : static_cast<int>(left);
-    unsigned char* tile = tiles + into * kBatchBytes;
-    mbarrier_expect(&full[into], valid * (1 * kRowBytes + kResidualRowBytes));
-#pragma unroll 1
-    for (int u = 0; u < valid; ++u) {
-      bulk_load(tile + u * kRowBytes, rows.x(row + u, rows.first_column), kRowBytes, &full[into]);
-    }
-  }
-  DEVICE static long long row_of_team(long long batch) { return batch * kBatchRows; }
-  DEVICE void start(const Schedule&) {}
-  DEVICE unsigned place() const { return team * kStages + stage; }
-  DEVICE void await() { mbarrier_wait(&full[place()], phase); }
-  // A batch of one row exists if it is due.
-  DEVICE bool exists(long long batch, int u) const {
-    return kBatchRows == 1 || row_of(batch, u) < rows.count;
-  }
-  DEVICE void read(RowPacket (&x)[kRowsInFlight][kVectors], long long batch) {
-    const unsigned char* tile = tiles + place() * kBatchBytes;
+  DEVICE void fetch(long long batch, unsigned char* into) {
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) {
-      const bool valid = exists(batch, u);
+      const long long row = row_of(batch, u);
+      const bool exists = rows.together ? batch < rows.batches : row < rows.count;
+      const Element* const x_from = rows.x_in(batch, u);
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
         const int column = rows.column(j);
-        const int at = (column - rows.first_column) * static_cast<int>(sizeof(Element));
+        if (exists && rows.owns(j, column)) {
+          copy_async<kVectorBytes>(slot(into, 0, u, j), x_from + j * kThreadsPerRow * kElements);
+        }
+      }
+    }
+    copy_async_commit();
+  }
+  // The address is advanced here, too. If NVRTC 13.0 splits the address of a copy with a cache policy
+  // into a thread's register and a uniform one, it emits an illegal instruction.
+  DEVICE void start(const Schedule& schedule) {
+    unsigned char* into = first;
+#pragma unroll 1
+    for (int s = 0; s < kAhead; ++s, into += kStageBytes) fetch(schedule.ahead(s), into);
+  }
+  DEVICE void await() { copy_async_wait<kAhead - 1>(); }
+  DEVICE void read(RowPacket (&x)[kRowsInFlight][kVectors], long long batch) {
+#pragma unroll
+    for (int u = 0; u < kRowsInFlight; ++u) {
+      const bool valid = rows.has(row_of(batch, u));
+#pragma unroll
+      for (int j = 0; j < kVectors; ++j) {
         x[u][j] = RowPacket{};
-        if (valid && rows.owns(j, column)) {
-          x[u][j] = load_shared_packet<kVectorBytes>(tile + u * kRowBytes + at);
+        if (valid && rows.owns(j, rows.column(j))) {
+          x[u][j] = load_shared_packet<kVectorBytes>(slot(due, 0, u, j));
         }
       }
     }
   }
-  // Hands the stage back to the producer, after the last read of it.
-  DEVICE void release() {
-    fence_async_shared();
-    warp_barrier();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(&empty[place()]);
+  DEVICE unsigned char* last() const { return first + (kStages - 1) * kStageBytes; }
+  // With a reload, the stage of this batch is still needed, so the one before it is refilled.
+  DEVICE void refill(const Schedule& schedule) {
+    fetch(schedule.ahead(kAhead), !kReload ? due : due == first ? last() : due - kStageBytes);
   }
-  DEVICE void refill(const Schedule&) {}
-  DEVICE void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
+  DEVICE void advance() { due = due == last() ? first : due + kStageBytes; }
 };
 
 // ---- Pairs of columns ---------------------------------------------------------------------------
@@ -443,7 +331,7 @@ DEVICE float group_number(const GroupPacket& packet, int i, bool wide) {
 
 // ---- The kernel -----------------------------------------------------------------------------
 
-extern "C" __global__ void __launch_bounds__(352, 1) rmsnorm_rope_forward(ARGUMENTS(Arguments, args)) {
+extern "C" __global__ void __launch_bounds__(64, 6) rmsnorm_rope_forward(ARGUMENTS(Arguments, args)) {
   DYNAMIC_SHARED(smem);
   constexpr int rank = 0;
   const unsigned participants = gridDim.x;
@@ -451,20 +339,13 @@ extern "C" __global__ void __launch_bounds__(352, 1) rmsnorm_rope_forward(ARGUME
 
   Rows rows{args, args.rows, (args.rows + kBatchRows - 1) / kBatchRows, rank * kColumns,
                   args.columns};
-  const unsigned warp = warp_index(), team = warp / kWarpsPerRow;  // the last warp is of none
-  RowPipeline pipeline(rows, smem, warp);
-  RowSum row_sum(smem, team);
-  Schedule schedule{static_cast<long long>(participant) * kTeams + team,
+  RowPipeline pipeline(rows, smem);
+  RowSum row_sum(smem);
+  Schedule schedule{static_cast<long long>(participant) * kTeams + team_index(),
                     static_cast<long long>(participants) * kTeams};
-  if (threadIdx.x == 0) mbarrier_init_fence();  // it has initialised all barriers
-  // Publishes them to the CTA, and in a cluster also to those that send to it. Whatever else is in
-  // shared memory has barriers of its own.
-  cta_barrier();
-  if (warp == kThreads / 32) {
-    pipeline.produce(static_cast<long long>(participant) * kTeams,
-                     static_cast<long long>(participants) * kTeams);
-    return;
-  }
+  // The first rows are requested before any barrier. With bulk copies this is safe because the requesting
+  // thread has itself set up the barriers of the stages, and no other thread looks at them yet.
+  pipeline.start(schedule);
   const Weight weights(rows, args.weight, smem);
   const PartnerWeights partner_weights(weights, rows, args.weight);
 
@@ -503,7 +384,6 @@ extern "C" __global__ void __launch_bounds__(352, 1) rmsnorm_rope_forward(ARGUME
     pipeline.read(xs, batch);
     RowPacket partner_xs[kRowsInFlight][kVectors];
     read_partners(partner_xs, xs, rows, batch, &Rows::x);
-    if constexpr (!kReload) pipeline.release();
     float sum[kRowsInFlight] = {};
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u)
@@ -520,7 +400,6 @@ extern "C" __global__ void __launch_bounds__(352, 1) rmsnorm_rope_forward(ARGUME
     pipeline.refill(schedule);
     if constexpr (kReload) pipeline.read(xs, batch);
     if constexpr (kReload) read_partners(partner_xs, xs, rows, batch, &Rows::x);
-    if constexpr (kReload) pipeline.release();
 
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) {
@@ -540,7 +419,7 @@ extern "C" __global__ void __launch_bounds__(352, 1) rmsnorm_rope_forward(ARGUME
           const float rotated = __fmul_rn(__fmul_rn(element<Element>(partner_xs[u][j].words, i), rstd), weight_of(partner_w, i, args.weight_offset));
           out[i] = __fmaf_rn(normalized, group_number(cos_words[rows.together ? 0 : u][j % kGroupVectors], i, rows.wide), __fmul_rn((rows.column(j) % kHead < kHalf) ? -rotated : rotated, group_number(sin_words[rows.together ? 0 : u][j % kGroupVectors], i, rows.wide)));
         }
-        if (args.y != nullptr && pipeline.exists(batch, u) && rows.owns(j, column)) {
+        if (args.y != nullptr && rows.has(row) && rows.owns(j, column)) {
           RowPacket packet;
           narrow<Element, kElements>(packet.words, out);
           store_row<kVectorBytes>(y_to + j * kThreadsPerRow * kElements, packet);
@@ -559,4 +438,4 @@ extern "C" __global__ void __launch_bounds__(352, 1) rmsnorm_rope_forward(ARGUME
     take_batches(true, false);
 }
 
-// Headers: templates/*.cuh, revision d52f33970db9
+// Headers: templates/*.cuh, revision 513f273f53bd
