@@ -42,7 +42,8 @@ class Schedule:
 @dataclass(frozen=True)
 class Layout:
     """The layout of matrices in memory. pads: elements behind every row, first of the matrices that
-    are read before the row sums and then of the outputs, repeated where there are more matrices;
+    are read before the row sums, then of the outputs, and of the one that is read behind the sums,
+    repeated where there are more matrices;
     misaligned_bytes: distance of their first element from a 4096-byte boundary."""
 
     pads: tuple[int, ...] = (0,)
@@ -50,7 +51,7 @@ class Layout:
 
     def pads_of(self, signature: Signature) -> dict[str, int]:
         """The elements behind every row by the names of tensors."""
-        matrices = (*signature.early, *signature.outputs)
+        matrices = (*signature.early, *signature.outputs, *signature.late)
         return {t.name: pad for t, pad in zip(matrices, cycle(self.pads), strict=False)}
 
 

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from generator.emulate import check_variant, find_compiler
 from generator.emulate.check import CPU, check_source, small_launch
-from generator.emulate.run import CallOptions, Schedule, run_schedules
+from generator.emulate.run import CallOptions, Layout, Schedule, run_schedules
 from generator.kernels.render import render
 from generator.operations.rmsnorm_backward import make_inputs
 from generator.problem import Problem
 from generator.target import Target
 from normforge.launch.kernel_arguments import DW_ADDED, DW_IN_FP32, gap_factor
+from normforge.operations import RMSNORM_BACKWARD
 from normforge.serve.options import SMALLEST_EPS
 from tests.support.emulator import WITHOUT_DW, WITHOUT_DX, run_to_one_result, small_variant
 from tests.support.samples import DETERMINISTIC, plain_variant, sample_variant
@@ -93,9 +94,29 @@ def test_options_of_a_problem_are_computed(
 ) -> None:
     problem = Problem.parse(shape)
     variant = sample_variant(problem, target, 3, pipeline=pipeline, reload=reload)
-    check = check_variant(variant, problem, schedules=8)
-    assert check.problems == ()
-    assert check.distinct_results == 1
+    for layout in (Layout(), Layout((32, 64, 96, 128))):
+        check = check_variant(variant, problem, schedules=8, layout=layout)
+        assert check.problems == ()
+        assert check.distinct_results == 1
+
+
+def test_every_matrix_of_a_layout_may_have_a_stride_of_its_own(target: Target) -> None:
+    """Also the one that is read behind the row sums."""
+    problem = Problem.parse("42x1024:bf16+residual")
+    variant = plain_variant(problem, target)
+    source = render(variant)
+    spec, launch = small_launch(variant, problem.M)
+    layout = Layout((32, 64, 96, 128))
+    assert len({*layout.pads_of(RMSNORM_BACKWARD.signature).values()}) == 4
+    for name in ("dy", "x", "dx", "dresidual"):
+        wrong = re.sub(rf"row \* (arguments|args)\.{name}_stride", "row * 1024", source)
+        start = f"start(row, arguments.{name}_stride, "
+        wrong = wrong.replace(start, "start(row, 1024, ")
+        if wrong != source:
+            check = check_source(wrong, spec, launch, problem, schedules=1, layout=layout)
+            assert check.problems, name
+        else:
+            assert name == "x"  # read by the address of another
 
 
 @pytest.mark.parametrize(

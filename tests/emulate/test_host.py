@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -35,6 +36,23 @@ ROOT = REPOSITORY
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
 pytestmark = needs_compiler
+
+
+def test_an_emulator_that_was_edited_is_built_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of its files is part of the name in the cache."""
+    folder, compiler = tmp_path / "host", find_compiler()
+    assert compiler is not None
+    shutil.copytree(host_build.HOST, folder)
+    monkeypatch.setattr(host_build, "HOST", folder)
+    monkeypatch.setattr(host_build, "compile_to", lambda *_: None)
+    found = {host_build._emulator(compiler, tmp_path)}
+    files = sorted(folder.iterdir())
+    for path in files:
+        path.write_text(path.read_text() + "\n")
+        found.add(host_build._emulator(compiler, tmp_path))
+    assert len(files) > 1 and len(found) == 1 + len(files)
 
 
 def test_conversions_round_as_the_gpu_does(tmp_path: Path) -> None:

@@ -155,6 +155,15 @@ def test_batches_differ_in_rows_grids_and_strides_and_some_are_divided(
     assert sum(part.rows % CHUNK_ROWS == 0 for part in added) >= len(added) / 2
 
 
+def test_every_tensor_of_rows_is_repeated() -> None:
+    rows = replace(rows_of(3), dresidual=torch.randn(3, N))
+    for name, tensor in vars(batch_invariance._repeated(rows, 2)).items():
+        given = getattr(rows, name)
+        if isinstance(given, torch.Tensor):
+            of_rows = name != "weight"
+            assert torch.equal(tensor, torch.cat([given, given]) if of_rows else given), name
+
+
 def test_few_rows_are_repeated_until_there_are_several_chunks(check: Callable[..., str]) -> None:
     honest = Honest()
     assert check(honest, 500) == ""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -126,4 +128,11 @@ def test_the_floor_and_kernels_have_a_call_for_each_set() -> None:
     assert len(floor) == len(ours) == 4
     for call in ours:
         call()
-    assert seen == [(i.x.data_ptr(), places["dx"].data_ptr()) for i, places in workload.sets(4)]
+    wanted = [(i.x.data_ptr(), places["dx"].data_ptr()) for i, places in workload.sets(4)]
+    assert seen == wanted and len({*seen}) == 4
+
+    def of_set(_: object, inputs: Any, places: Any) -> tuple[int, int]:
+        return inputs.x.data_ptr(), places["dx"].data_ptr()
+
+    workload.operation = SimpleNamespace(floor=of_set)  # type: ignore[assignment]
+    assert workload.operations([], 4)[0] == wanted

@@ -360,6 +360,7 @@ def test_trials_of_a_space_without_todays_knobs_are_still_found(why: Explanation
     )
     asked = replace(why, study=replace(why.study, records=older))
     assert ask(asked, "strategy=last_cta,levels=2").kind == "slower"
+    assert asked.why_not(asked.winner).kind == "winner"
 
 
 @pytest.mark.parametrize(
@@ -434,6 +435,13 @@ def test_knobs_that_change_the_time_most_are_shown_first(why: Explanation) -> No
     text = render_answer(asked, None, None)
     places = [text.index(f"levels={value} ") for value in (2, 3, 1)]
     assert places == sorted(places)
+
+
+def test_a_study_without_other_values_has_no_table_of_their_costs(why: Explanation) -> None:
+    assert "What changing one knob costs" in render_answer(why, None, None)
+    alone = tuple(r for r in why.study.records if r.config == why.winner)
+    text = render_answer(replace(why, study=replace(why.study, records=alone)), None, None)
+    assert "What changing one knob costs" not in text
 
 
 def test_the_fastest_trial_with_the_values_is_told_where_it_is_another(why: Explanation) -> None:

@@ -56,6 +56,21 @@ def test_zeroed_lines_are_disjoint_whole_and_zeroed_before_use(driver: FakeDrive
     assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(taken))
 
 
+def test_one_thread_at_a_time_takes_zeroed_lines(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of them would count in the same words."""
+    zeros, new = Zeros(), Zeros._new
+
+    def locked(self: Zeros, size: int) -> int:
+        assert self._lock.locked()
+        return new(self, size)
+
+    monkeypatch.setattr(Zeros, "_new", locked)
+    assert zeros.take(LINE) != zeros.take(LINE)
+    assert not zeros._lock.locked()
+
+
 @of_any_norm
 def test_calls_on_one_stream_reuse_its_workspace(calls: Calls) -> None:
     first, second = calls(), calls()

@@ -108,6 +108,8 @@ KINDS: dict[str, tuple[Callable[..., Any], tuple[str, bool]]] = {
     "norm, sigmoid": (partial(norm_first, act=torch.sigmoid), ("sigmoid", True)),
     "silu, norm": (gate_first, ("silu", False)),
     "sigmoid, norm": (partial(gate_first, act=torch.sigmoid), ("sigmoid", False)),
+    "its method": (partial(norm_first, act=lambda z: z.sigmoid()), ("sigmoid", True)),
+    "its function": (partial(gate_first, act=torch.nn.functional.sigmoid), ("sigmoid", False)),
     "turned around": (turned_around, ("sigmoid", True)),
     "narrow": (in_its_own_dtype, ("silu", True)),
     "no weight": (without_weight, ("silu", True)),

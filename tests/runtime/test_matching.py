@@ -14,8 +14,10 @@ from generator.paths import GENERATED
 from normforge import batch_invariant
 from normforge.frontends import matching
 from normforge.frontends.batch_invariant import BatchInvariantPackage
+from normforge.frontends.invariant_forward import BatchInvariantForward, MatchingForward
 from normforge.frontends.matching import form_of
 from normforge.frontends.operators import Operators
+from normforge.serve.kernels import source_of
 from tests.support.entry_points import grads, leaf, same
 
 NAMED = "vllm-triton3.7"
@@ -31,6 +33,21 @@ def test_version_of_triton_decides(
     assert form_of(f"vllm-triton{version}") == f"tiles_{form}"
     monkeypatch.setattr(matching, "version", lambda name: f"{version}.1+cu130")
     assert form_of("vllm") == f"tiles_{form}"
+
+
+def test_tables_have_the_kernels_alone_that_may_serve() -> None:
+    """Kernels that add in another order, or in that of Triton, are for other calls."""
+    folder = GENERATED / "h200" / "rmsnorm_invariant_backward"
+    source = source_of(folder, folder.name)
+    whole = source(None).forward
+    assert whole is not None and whole.tuned and whole.fallback
+    invariant = BatchInvariantForward(source).table
+    assert invariant is not None and (invariant.tuned, invariant.fallback) == (whole.tuned, ())
+    for form in ("tiles_in_turn", "tiles_in_pairs"):
+        table = MatchingForward(source, form).table
+        assert table is not None and table.tuned == ()
+        assert table.fallback == tuple(k for k in whole.fallback if k.config["form"] == form)
+        assert 0 < len(table.fallback) < len(whole.fallback)
 
 
 @pytest.mark.parametrize("version", ["3.4", "3.10", "4.0"])

@@ -29,6 +29,7 @@ from normforge.serve.options import (
     offset_in_weight,
     per_head,
 )
+from normforge.serve.reference import reference_backward
 from normforge.serve.server import Server
 from normforge.spec import KernelSpec
 from normforge.table import Table
@@ -104,6 +105,34 @@ def test_weight_per_head_is_a_call_per_head(package: Any) -> None:
     change = {"x": x, "dy": x, "weight": x[0], "rstd": torch.zeros(64)}
     composed = served_by(package(SPEC), **change)
     assert per_head in [cell.cell_contents for cell in composed.__closure__]
+
+
+@pytest.mark.parametrize("stream", [None, torch.float32])
+def test_gradients_of_heads_lie_as_the_heads(stream: torch.dtype | None) -> None:
+    """Whatever is before them, also of another residual stream's dtype."""
+
+    def backward(given: Arguments, _: Options) -> Any:
+        known = (given.dy, given.x, given.rstd, given.weight)
+        return reference_backward(*known, dresidual=given.dresidual)
+
+    x, dy = (torch.randn(2, 4, 4, 8, generator=torch.Generator().manual_seed(i)) for i in (0, 1))
+    x, dy = x.bfloat16(), dy.bfloat16()
+    weight = torch.linspace(-1, 2, 32).view(4, 8).bfloat16()
+    rstd = torch.rsqrt(x.float().square().mean(-1) + 1e-6)
+    residual = None if stream is None else dy.to(stream).flip(1)
+    found = per_head(backward, Arguments(dy, x, rstd, weight, residual), PLAIN)
+    dx, dw, *third = found
+    assert dx is not None and dw is not None and dx.shape == x.shape and dw.shape == weight.shape
+    for h in range(4):
+        given = Arguments(
+            *(dy[:, :, h], x[:, :, h], rstd[:, :, h], weight[h]),
+            dresidual=None if residual is None else residual[:, :, h],
+        )
+        wanted = backward(given, PLAIN)
+        assert torch.equal(dx[:, :, h], wanted[0]) and torch.equal(dw[h], wanted[1])
+        for one, other in zip(third, wanted[2:], strict=True):
+            assert (one is None) == (other is None)
+            assert one is None or torch.equal(one[:, :, h], other)
 
 
 def test_unaligned_rows_get_narrow_vectors_and_no_kernel_is_a_reason(package: Any) -> None:

@@ -16,12 +16,14 @@ from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, create_trial
 
 from generator.errors import NormforgeError
+from generator.kernels.strategies import is_deterministic
 from generator.studies import outage
 from generator.studies.reader import read_studies
+from generator.studies.records import Record
 from generator.studies.storage import JOURNAL_NAME, open_storage
 from generator.studies.study_log import StudyLog, stored_winners
 from tests.support.searches import DETERMINISTIC, NAME, killed_after, search, won
-from tests.support.synthetic import make_winner
+from tests.support.synthetic import LEGAL, make_winner, timed
 
 WINNER = make_winner(DETERMINISTIC[0])
 
@@ -50,6 +52,14 @@ def test_a_kill_while_finals_are_kept_leaves_them_to_be_held_again(
     left = 4
     log.save_finals(WINNER, [], 7, {})
     assert (log.winner, log.trials_at_finals) == (WINNER, 7)
+
+
+def test_a_trial_that_may_not_win_is_shown_as_one(storage: BaseStorage) -> None:
+    (free,) = [config for config in LEGAL.reduction_kinds if not is_deterministic(config)][:1]
+    for config, feasible in ((DETERMINISTIC[0], True), (free, False)):
+        record = Record(config, "some", timed(1.0), "random", 0.0)
+        assert record.feasible is feasible
+        assert record.attributes()["feasible"] is feasible
 
 
 def test_the_last_finals_say_who_won(storage: BaseStorage) -> None:

@@ -384,3 +384,16 @@ def test_device_pool_of_the_gpu_that_is_here_measures(
     measurer.close()
     assert target.name == "h200"
     assert sentence == "Measuring on devices 0, 2: NVIDIA H200."
+
+
+@pytest.mark.parametrize("error", [EOFError, ConnectionResetError, BrokenPipeError])
+def test_a_process_that_ends_with_messages_unread_is_lost(error: type[Exception]) -> None:
+    """Not the run."""
+
+    def recv() -> None:
+        raise error
+
+    gone = SimpleNamespace(join=lambda _: None, exitcode=-9)
+    device = SimpleNamespace(connection=SimpleNamespace(recv=recv), _process=gone)
+    with pytest.raises(device_pool._LostError, match=r"its process died \(exit -9\)"):
+        device_pool._DeviceProcess.receive(device)  # type: ignore[arg-type]

@@ -115,6 +115,7 @@ def test_candidate_that_never_has_the_memory_is_a_launch_error(tmp_path: Path) -
         result = bench.evaluate(evaluator, 0)
         assert result.outcome == "launch_error"
         assert "memory" in result.note
+        assert bench.times_measured(0) == len(RETRY_PAUSES) + 1
         assert bench.evaluate(evaluator, 1).outcome == "ok"
     assert [pause for pause in bench.pauses if pause] == list(RETRY_PAUSES[1:])
 
@@ -388,6 +389,17 @@ def test_second_run_on_an_sqlite_file_is_refused_whatever_its_folder(
     assert not (tmp_path / "file:").exists()
     for where in (None, "postgresql+psycopg://h/db", "mysql://h/db", "/a/b"):
         assert database_file(where) is None
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{", b"[]", b"{}", b"7", b"\xff", b'{"pid": 7}'])
+def test_a_lock_that_is_not_written_yet_is_of_an_unknown_process(
+    tmp_path: Path, content: bytes | None
+) -> None:
+    """Its holder makes the file empty first."""
+    lock = tmp_path / LOCK_NAME
+    if content is not None:
+        lock.write_bytes(content)
+    assert lifecycle._holder(lock) == "unknown process"
 
 
 def test_ctrl_c_while_the_folder_is_locked_leaves_no_lock(

@@ -193,9 +193,10 @@ def test_full_disk_is_no_answer_about_a_forward(
 # ---- Into the package ----------------------------------------------------------------------------
 
 
-def test_forwards_go_into_the_package_of_their_shapes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shape", ["4096x1024:bf16", "4096x1024:bf16:fp32"])
+def test_forwards_go_into_the_package_of_their_shapes(tmp_path: Path, shape: str) -> None:
     """Predicted ones state no time: no model knows it."""
-    problem = Problem.parse("4096x1024:bf16")
+    problem = Problem.parse(shape)
     outcome = tune(plan_of(tmp_path, problem, devices=()), None, Quiet())
     assert outcome.emission is not None
     assert [shape for shape, _ in outcome.winners] == [problem]
@@ -204,7 +205,8 @@ def test_forwards_go_into_the_package_of_their_shapes(tmp_path: Path) -> None:
     (entry,) = table.tuned
     assert entry.kernel.spec == forward_variants(problem, H200)[0].spec(132)
     assert entry.evidence == "predicted"
-    assert entry.provenance["study"].startswith("rmsnorm_forward:4096x1024:bf16@h200")
+    assert entry.provenance["study"].startswith(f"rmsnorm_forward:{shape}@h200")
+    assert (entry.dtype, entry.weight_dtype) == (problem.dtype, problem.weight_dtype)
     assert not entry.provenance.keys() & {"us", "ratio", "tie"}
     assert table.fallback == ()
 
