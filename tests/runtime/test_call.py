@@ -4,7 +4,6 @@ when the driver gets it."""
 from __future__ import annotations
 
 import ctypes
-import itertools
 import struct
 import threading
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ from generator.operations.rows import run_rows
 from normforge.launch import graph_end
 from normforge.launch.driver import LaunchError
 from normforge.launch.loaded_kernel import LoadedKernel
-from normforge.launch.workspace import LINE, PER_THREAD, SHARED_FROM, SLAB, Workspaces, Zeros
+from normforge.launch.workspace import LINE, PER_THREAD, SHARED_FROM, SLAB, Workspaces
 from normforge.serve.options import Arguments, Options
 from normforge.spec import SUM_KERNEL, Launch, plan_launch
 from tests.support.fake_driver import SEPARATE, SPEC, Calls, FakeDriver, read_arguments, tensors
@@ -41,34 +40,6 @@ of_any_norm = ways("any", "quick")
 never_quick = ways("any", "any with mean")
 """Calls that no quick call is made for."""
 always_quick = ways("quick", "quick with mean")
-
-
-def test_zeroed_lines_are_disjoint_whole_and_zeroed_before_use(driver: FakeDriver) -> None:
-    zeros = Zeros()
-    sizes = [8, 128, 129, 0, SLAB - LINE, 3 * SLAB, 4]
-    taken = [(zeros.take(size), -(-size // LINE) * LINE) for size in sizes]
-    assert taken[3][0] == 0
-    taken.remove(taken[3])
-    for at, size in taken:
-        assert at % LINE == 0
-        assert any(slab <= at and at + size <= slab + long for slab, long in driver.zeroed)
-    taken.sort()
-    assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(taken))
-
-
-def test_one_thread_at_a_time_takes_zeroed_lines(
-    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two of them would count in the same words."""
-    zeros, new = Zeros(), Zeros._new
-
-    def locked(self: Zeros, size: int) -> int:
-        assert self._lock.locked()
-        return new(self, size)
-
-    monkeypatch.setattr(Zeros, "_new", locked)
-    assert zeros.take(LINE) != zeros.take(LINE)
-    assert not zeros._lock.locked()
 
 
 @of_any_norm
@@ -581,18 +552,6 @@ def test_refused_cubin_leaves_the_capture_mode_as_it_was(driver: FakeDriver) -> 
         modes.CU_STREAM_CAPTURE_MODE_RELAXED,
         modes.CU_STREAM_CAPTURE_MODE_GLOBAL,
     ]
-
-
-def test_a_capture_empties_no_cache_for_memory(
-    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """PyTorch frees blocks by a call that would end the capture."""
-    full = (cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY, None)
-    driver.cuMemAlloc = lambda size: full  # type: ignore[method-assign]
-    monkeypatch.setattr("normforge.launch.workspace.is_capturing", lambda: True)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: pytest.fail("it was emptied"))
-    with pytest.raises(LaunchError, match=f"allocating {SLAB} bytes"):
-        Zeros().take(LINE)
 
 
 def test_a_graph_that_is_gone_leaves_its_semaphore_to_the_next(

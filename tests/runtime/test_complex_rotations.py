@@ -18,10 +18,11 @@ from torch.utils.checkpoint import checkpoint
 import normforge
 from normforge.api import Package
 from normforge.frontends.graph_pass import make_backend, make_pass, route_before_autograd
-from normforge.frontends.graph_values import graph_modules
 from normforge.frontends.rope import RotatedFunctions
 from normforge.frontends.rotary_node import rope
 from normforge.serve.rows import RowServer
+from tests.support import dynamo_graphs
+from tests.support.dynamo_graphs import changed, close, mark_result
 from tests.support.entry_points import grads, randn
 from tests.support.layer_classes import B, S, model_of, step
 
@@ -64,22 +65,7 @@ def heads(dtype: torch.dtype = torch.float32, count: int = HEADS) -> torch.Tenso
     return randn(B, S, count, WIDTH).to(dtype).requires_grad_()
 
 
-def compiled(package: Package, function: Any, **options: Any) -> tuple[Any, list[Any]]:
-    """Return a function whose graphs of Dynamo are changed and then run as they are, and the
-    rotations in them."""
-    found: list[Any] = []
-
-    def backend(module: torch.fx.GraphModule, _: Any) -> Any:
-        route_before_autograd(module, package.ops)
-        nodes = [node for each in graph_modules(module) for node in each.graph.nodes]
-        found.extend(node for node in nodes if node.target is rope)
-        return module
-
-    return torch.compile(function, backend=backend, fullgraph=True, **options), found
-
-
-def close(one: Any, other: Any) -> None:
-    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+compiled = partial(dynamo_graphs.compiled, operator=rope)
 
 
 # ---- Rotations that are found --------------------------------------------------------------------
@@ -365,17 +351,9 @@ def test_numbers_that_a_caller_has_conjugated_stay(rotated: Package, asked: Aske
 
 @pytest.mark.parametrize("marked", [False, True])
 def test_a_rotation_that_runs_elsewhere_stays(rotated: Package, marked: bool, asked: Asked) -> None:
-    found: list[Any] = []
-
-    def backend(module: torch.fx.GraphModule, _: Any) -> Any:
-        (last,) = next(iter(reversed(module.graph.nodes))).all_input_nodes
-        last.meta["custom"] = {"stream": 1} if marked else {}
-        route_before_autograd(module, rotated.ops)
-        found.extend(n for n in module.graph.nodes if n.target is rope)
-        return module
-
     x = heads(torch.bfloat16)
-    close(torch.compile(turned, backend=backend)(x, angles()), turned(x, angles()))
+    run, found = compiled(rotated, turned, before=mark_result if marked else None)
+    close(run(x, angles()), turned(x, angles()))
     assert len(found) == (not marked)
 
 
@@ -383,22 +361,18 @@ def test_a_rotation_that_runs_elsewhere_stays(rotated: Package, marked: bool, as
 def test_cos_and_sin_of_one_place_are_not_read_in_another(
     rotated: Package, marked: bool, asked: Asked
 ) -> None:
-    found: list[Any] = []
-
     def both(q: Any, k: Any, numbers: Any) -> Any:
         return turned(q, numbers), turned(k, numbers)
 
-    def backend(module: torch.fx.GraphModule, _: Any) -> Any:
+    def mark(module: torch.fx.GraphModule) -> None:
         (result,) = next(iter(reversed(module.graph.nodes))).args
         for node in module.graph.nodes if marked else ():
             if node.op != "placeholder" and result[0] < node:  # all of the second one
                 node.meta["custom"] = {"stream": 1}
-        route_before_autograd(module, rotated.ops)
-        found.extend(n for n in module.graph.nodes if n.target is rope)
-        return module
 
     given = (heads(torch.bfloat16), heads(torch.bfloat16, count=2), angles())
-    close(torch.compile(both, backend=backend)(*given), both(*given))
+    run, found = compiled(rotated, both, before=mark)
+    close(run(*given), both(*given))
     assert len(found) == 2 and len({node.args[1] for node in found}) == 1 + marked
 
 
@@ -476,13 +450,7 @@ MODELS: dict[str, dict[str, Any]] = {
 def test_models_of_transformers(rotated: Package, name: str, asked: Asked) -> None:
     model, ids = model_of(name, **MODELS[name]), torch.randint(1, 32, (2, 9))
     wanted = step(model, ids)
-    found: list[Any] = []
-
-    def backend(module: torch.fx.GraphModule, _: Any) -> Any:
-        route_before_autograd(module, rotated.ops)
-        found.extend(n for n in module.graph.nodes if n.target is rope)
-        return module
-
+    backend, found = changed(rotated, rope)
     model.compile(backend=backend, fullgraph=True)
     torch.testing.assert_close(step(model, ids), wanted, rtol=1e-3, atol=1e-4)
     assert len(found) == 4

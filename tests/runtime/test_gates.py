@@ -15,11 +15,12 @@ from torch.nn import functional
 from normforge.api import Package
 from normforge.frontends.gated import GatedFunctions
 from normforge.frontends.gated_node import SERVED, formula, rms_norm_gated_forward
-from normforge.frontends.graph_pass import make_backend, route_before_autograd
-from normforge.frontends.graph_values import graph_modules
+from normforge.frontends.graph_pass import make_backend
 from normforge.frontends.worth import Worth
 from normforge.packages import chosen
 from normforge.serve.rows import RowServer
+from tests.support import dynamo_graphs
+from tests.support.dynamo_graphs import close
 from tests.support.entry_points import grads, randn
 from tests.support.layer_classes import model_of, step
 
@@ -47,22 +48,7 @@ def gated(package: Package) -> Package:
     return package
 
 
-def compiled(package: Package, function: Any, **options: Any) -> tuple[Any, list[Any]]:
-    """Return a function whose graphs of Dynamo are changed and then run as they are, and the
-    operators in them."""
-    found: list[Any] = []
-
-    def backend(module: torch.fx.GraphModule, _: Any) -> Any:
-        route_before_autograd(module, package.ops)
-        nodes = [node for each in graph_modules(module) for node in each.graph.nodes]
-        found.extend(node for node in nodes if node.target is rms_norm_gated_forward)
-        return module
-
-    return torch.compile(function, backend=backend, fullgraph=True, **options), found
-
-
-def close(one: Any, other: Any) -> None:
-    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+compiled = partial(dynamo_graphs.compiled, operator=rms_norm_gated_forward)
 
 
 def leaves(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:

@@ -14,12 +14,13 @@ from torch.utils.checkpoint import checkpoint
 
 import normforge
 from normforge.api import Package
-from normforge.frontends.graph_pass import make_backend, route_before_autograd
-from normforge.frontends.graph_values import graph_modules, value_of
+from normforge.frontends.graph_pass import make_backend
+from normforge.frontends.graph_values import value_of
 from normforge.frontends.graph_writes import is_pure
 from normforge.frontends.rope import RotatedFunctions
 from normforge.frontends.rope_node import rms_norm_rope_forward
 from normforge.serve.rows import RowServer
+from tests.support import dynamo_graphs
 from tests.support.attention_classes import (
     HEADS,
     HIDDEN,
@@ -29,6 +30,7 @@ from tests.support.attention_classes import (
     GemmaAttention,
     WholeNormAttention,
 )
+from tests.support.dynamo_graphs import changed, close, mark_result
 from tests.support.entry_points import filled, grads, randn
 from tests.support.foreign_norms import OffsetRMSNorm, PlainRMSNorm
 from tests.support.layer_classes import B, S, model_of, step
@@ -77,22 +79,7 @@ class Model(nn.Module):
         return y
 
 
-def compiled(package: Package, function: Any, **options: Any) -> tuple[Any, list[Any]]:
-    """Return a function whose graphs of Dynamo are changed and then run as they are, and the
-    operators in them."""
-    found: list[Any] = []
-
-    def backend(module: torch.fx.GraphModule, _: Any) -> Any:
-        route_before_autograd(module, package.ops)
-        nodes = [node for each in graph_modules(module) for node in each.graph.nodes]
-        found.extend(node for node in nodes if node.target is rms_norm_rope_forward)
-        return module
-
-    return torch.compile(function, backend=backend, fullgraph=True, **options), found
-
-
-def close(one: Any, other: Any) -> None:
-    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+compiled = partial(dynamo_graphs.compiled, operator=rms_norm_rope_forward)
 
 
 KINDS: dict[Any, tuple[int, str, bool]] = {
@@ -456,17 +443,9 @@ def test_angles_of_checkpointed_layers_are_those_of_the_model(
 
 @pytest.mark.parametrize("marked", [False, True])
 def test_a_rotation_that_runs_elsewhere_stays(rotated: Package, marked: bool, asked: Asked) -> None:
-    found: list[Any] = []
-
-    def backend(module: torch.fx.GraphModule, _: Any) -> Any:
-        (last,) = next(iter(reversed(module.graph.nodes))).all_input_nodes
-        last.meta["custom"] = {"stream": 1} if marked else {}
-        route_before_autograd(module, rotated.ops)
-        found.extend(n for n in module.graph.nodes if n.target is rms_norm_rope_forward)
-        return module
-
     leaves = [randn(B, S, 2, WIDTH), randn(WIDTH, seed=4)]
-    close(torch.compile(plain, backend=backend)(*leaves), plain(*leaves))
+    run, found = compiled(rotated, plain, before=mark_result if marked else None)
+    close(run(*leaves), plain(*leaves))
     assert len(found) == (not marked)
 
 
@@ -568,13 +547,7 @@ def test_models_of_transformers(rotated: Package, name: str, asked: Asked) -> No
     count, options = MODELS[name]
     model, ids = model_of(name, head_dim=16, **options), torch.randint(1, 32, (2, 9))
     wanted = step(model, ids)
-    found: list[Any] = []
-
-    def backend(module: torch.fx.GraphModule, _: Any) -> Any:
-        route_before_autograd(module, rotated.ops)
-        found.extend(n for n in module.graph.nodes if n.target is rms_norm_rope_forward)
-        return module
-
+    backend, found = changed(rotated, rms_norm_rope_forward)
     model.compile(backend=backend, fullgraph=True)
     torch.testing.assert_close(step(model, ids), wanted, rtol=1e-3, atol=1e-4)
     assert len(found) == count
