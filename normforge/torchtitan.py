@@ -5,8 +5,8 @@ by the kernels of `normforge`.
 
 replaces every `RMSNorm` in the config of the trainer. `complex_rope` beside it replaces the rotary
 embedding of Llama 3 and DeepSeek V3, `cos_sin_rope` that of gpt-oss. In Qwen 3, whose queries and
-keys are normalized and rotated by one kernel, `attention` and `block_norms` replace all of it:
-torchtitan takes no override of what is inside another one.
+keys are normalized and rotated by one kernel, `attention` and `block_norms` replace all of it.
+torchtitan refuses an override of what is inside another one, such as `rms_norm` beside `attention`.
 
 Parameters, state dicts, initialisation and sharding stay as they are. With
 `debug.spmd_typechecking`, results have the types of PyTorch's, unless `use_native()` was called.
@@ -16,6 +16,7 @@ Written for torchtitan 0.3, whose overrides are described in its torchtitan/over
 from __future__ import annotations
 
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from normforge import apply_rope, rms_norm_rope
 from normforge import rms_norm as norm
 from normforge.frontends import rope_node, rotary_node
 from normforge.frontends.nodes import EagerNorm
+from normforge.frontends.tried import has_hooks
 
 try:
     from spmd_types import register_decomposition
@@ -50,6 +52,9 @@ class NormforgeRMSNorm(TorchtitanNorm):
         y: torch.Tensor = norm(x, self.weight, self.eps)
         return y
 
+    # torchtitan finds layouts by the names of arguments, which differ from PyTorch to PyTorch.
+    forward.__signature__ = signature(TorchtitanNorm.forward)  # type: ignore[attr-defined]
+
 
 @override(
     target=TorchtitanNorm.Config, exact=True, description="RMSNorm by the kernels of normforge"
@@ -63,7 +68,7 @@ def rms_norm(config: Any) -> NormforgeRMSNorm.Config:
 @override(
     target=TorchtitanNorm.Config,
     exact=True,
-    fqns=["norm", "*.attention_norm", "*.ffn_norm"],
+    fqns=["norm", "*.model.norm", "*.attention_norm", "*.ffn_norm"],
     description="RMSNorm outside attention, by the kernels of normforge",
 )
 def block_norms(config: Any) -> NormforgeRMSNorm.Config:
@@ -84,11 +89,12 @@ def _turns_of(cache: torch.Tensor) -> tuple[Turns, bool]:
 
 def _cache_of(rope: Any, x: torch.Tensor, positions: torch.Tensor | None) -> Any:
     """Return the cache of the tokens of heads, as torchtitan broadcasts it, and that of the tokens
-    of this rank, None where it is no such cache."""
+    of this rank, None where it is no such cache, or not of whole heads."""
     cache = rope._reshape_cache(x, positions)
     mine = cache.to_local() if isinstance(cache, DTensor) else cache
-    B, S = (x.to_local() if isinstance(x, DTensor) else x).shape[:2]
+    B, S, _, D = (x.to_local() if isinstance(x, DTensor) else x).shape
     fits = mine.shape[0] in (1, B) and mine.shape[1:3] == (S, 1)
+    fits = fits and mine.shape[3] == (D // 2 if mine.is_complex() else 2 * D)
     if isinstance(x, DTensor) and any(one.is_partial() for one in x.placements):
         fits = False
     return cache, mine if fits else None
@@ -99,7 +105,13 @@ def _rotated(x: torch.Tensor, turns: Turns, interleaved: bool) -> torch.Tensor:
     if not isinstance(x, DTensor):
         return apply_rope(x, *turns, interleaved=interleaved)
     mine = apply_rope(x.to_local(), *turns, interleaved=interleaved)
-    return DTensor.from_local(mine, x.device_mesh, x.placements, run_check=False)
+    like = torch.empty(x.shape, device="meta")  # ranks may have unequally many
+    return DTensor.from_local(
+        *(mine, x.device_mesh, x.placements),
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
 
 
 def _rotate(rope: Any, query: Any, key: Any, positions: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -159,27 +171,26 @@ def cos_sin_rope(config: Any) -> NormforgeCosSinRoPE.Config:
 
 class NormforgeAttention(GQAttention):
     """torchtitan's attention, with `normforge.rms_norm_rope` in the place of the norms of queries
-    and keys and their rotary embedding. Where these are other modules, have hooks, or are split
-    over ranks, each runs by itself."""
+    and keys and their rotary embedding. Where these are other modules, have hooks, or get and give
+    tensors of other layouts, each runs by itself."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GQAttention.Config):
         """The fields of torchtitan's."""
 
-    def forward(self, x: Any, attention_masks: Any, positions: Any = None) -> Any:
+    # The name of the first argument is that of torchtitan's layouts.
+    def forward(self, x_BLD: Any, attention_masks: Any, positions: Any = None) -> Any:
         if not self._is_joined():
-            return super().forward(x, attention_masks, positions)
-        query, key, value = self.qkv_linear(x)
+            return super().forward(x_BLD, attention_masks, positions)
+        query, key, value = self.qkv_linear(x_BLD)
         _, cache = _cache_of(self.rope, query, positions)
-        (cos, sin), interleaved = _turns_of(cache)
-        query, key = (
-            rms_norm_rope(
-                *(heads, norm.weight, cos, sin),
-                torch.finfo(heads.dtype).eps if norm.eps is None else norm.eps,
-                interleaved=interleaved,
+        if cache is None:  # torchtitan says why
+            query, key = self.rope(self.q_norm(query), self.k_norm(key), positions)
+        else:
+            query, key = (
+                _normalized(heads, norm, *_turns_of(cache))
+                for heads, norm in ((query, self.q_norm), (key, self.k_norm))
             )
-            for heads, norm in ((query, self.q_norm), (key, self.k_norm))
-        )
         mixed = self.inner_attention(
             *(query, key, value),
             attention_masks=attention_masks,
@@ -192,11 +203,29 @@ class NormforgeAttention(GQAttention):
         norms = (self.q_norm, self.k_norm)
         if type(self.rope) not in _ROTATIONS or any(type(n) is not NormforgeRMSNorm for n in norms):
             return False
-        parts = (*norms, self.rope)
-        if any(one._forward_hooks or one._forward_pre_hooks for one in parts):
+        if any(isinstance(one.weight, DTensor) for one in norms):
             return False
-        wrapped = any("forward" in one.__dict__ for one in parts)  # as `parallelize` does
-        return not wrapped and not any(isinstance(one.weight, DTensor) for one in norms)
+        return all(map(_does_no_more, (*norms, self.rope)))
+
+
+def _normalized(x: Any, norm: Any, turns: Turns, interleaved: bool) -> torch.Tensor:
+    eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
+    return rms_norm_rope(x, norm.weight, *turns, eps, interleaved=interleaved)
+
+
+def _does_no_more(part: Any) -> bool:
+    """Return True if a module's call is its forward: nobody has hooks, and what `parallelize` has
+    wrapped it in, as torchtitan does by default, leaves its tensors as they are."""
+    if has_hooks(part) or ("forward" in part.__dict__ and not part._parallelized):
+        return False
+    layouts = part._sharding_config
+    if layouts is None:
+        return True
+    ends = (
+        (layouts.in_src_shardings, layouts.in_dst_shardings),
+        (layouts.out_src_shardings, layouts.out_dst_shardings),
+    )
+    return layouts.local_map is None and all(dst in (None, src) for src, dst in ends)
 
 
 _ROTATIONS = (NormforgeComplexRoPE, NormforgeCosSinRoPE)

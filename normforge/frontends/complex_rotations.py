@@ -22,9 +22,11 @@ from ..shape_names import rotation_name
 from .graph_values import add_call, change_graphs, in_one_place, is_dense, same_size, value_of
 from .graph_writes import between, is_pure
 from .rotary_node import rope
-from .spellings import cast_of, kind, only_user, other_factor
+from .spellings import cast_of, kind, only_user, other_factor, widened
 
 _aten = torch.ops.aten
+_LAZY = ("conj", torch.conj, _aten._conj.default)
+"""Conjugates that are views."""
 _log = logging.getLogger(__name__)
 
 
@@ -52,9 +54,10 @@ def fuse_complex_rotations(module: GraphModule, operators: Any) -> int:
     functions = import_module(operators.rotated).functions
 
     def change(graph: torch.fx.Graph) -> int:
-        found = [one for node in graph.nodes if (one := _read(node)) is not None]
+        products = [node for node in graph.nodes if kind(node) == "product"]
         made: Made = {}
-        return sum(_fuse(graph, one, functions, made) for one in found)
+        read = ((node, _read(node)) for node in products)  # one may be of another's result
+        return sum(_fuse(graph, one, functions, made) for _, one in read if one is not None)
 
     fused = change_graphs(module, change)
     if fused:
@@ -64,7 +67,7 @@ def fuse_complex_rotations(module: GraphModule, operators: Any) -> int:
 
 def _read(product: Node) -> Turned | None:
     """Return the rotation that a product of complex numbers is part of."""
-    if kind(product) != "product" or len(product.users) != 1:
+    if len(product.users) != 1:
         return None
     for one in product.args:
         pairs = one.args[0] if isinstance(one, Node) and kind(one) == "complex" else None
@@ -72,9 +75,9 @@ def _read(product: Node) -> Turned | None:
         if isinstance(pairs, Node) and angles is not None and kind(pairs) == "viewed":
             assert isinstance(one, Node)
             wide: Any = pairs.args[0]
-            x = cast_of(wide)
-            before = [pairs, one, product] if x is None else [wide, pairs, one, product]
-            return _with_its_result(wide if x is None else x, angles, before)
+            x = widened(wide)
+            before = [pairs, one, product] if x is wide else [wide, pairs, one, product]
+            return _with_its_result(x, angles, before)
     return None
 
 
@@ -104,6 +107,9 @@ def _fuse(graph: torch.fx.Graph, turned: Turned, functions: Any, made: Made) -> 
         return False
     if not in_one_place(nodes) or not all(map(is_pure, between(nodes[0], turned.result))):
         return False
+    *_, copy = _base(turned)
+    if copy is not None and not all(map(is_pure, between(copy, turned.result))):
+        return False
     if not functions.rotates(rows, rotation_name(rows.shape[-1], rows.shape[-1], True)):
         return False
     _replace(graph, turned, transposed, functions.form_named(interleaved=True), made)
@@ -116,9 +122,10 @@ def _fits(turned: Turned, at_heads: int) -> bool:
     x, angles, product = map(value_of, (turned.x, turned.angles, turned.product))
     if any(type(one) is not FakeTensor for one in (x, angles, product)) or x.dim() != 4:
         return False
-    if type(x.shape[-1]) is not int or angles.requires_grad:
+    base = value_of(_base(turned)[0])
+    if type(x.shape[-1]) is not int or angles.requires_grad or base.requires_grad:
         return False
-    if not angles.dtype == product.dtype == torch.complex64 or value_of(_base(turned)[0]).is_conj():
+    if not angles.dtype == product.dtype == torch.complex64 or base.is_conj():
         return False
     pairs = [*x.shape[:-1], x.shape[-1] // 2]
     of_tokens = [*pairs[:at_heads], 1, *pairs[at_heads + 1 :]]
@@ -129,21 +136,22 @@ def _fits(turned: Turned, at_heads: int) -> bool:
     return angles.dim() == product.dim() == 4 and all(along) and angles.device == x.device
 
 
-def _base(turned: Turned) -> tuple[Node, float]:
-    """Return the complex numbers of which a rotation has copies or conjugates, and 1, or -1 for
-    conjugates."""
-    angles, sign = turned.angles, 1.0
+def _base(turned: Turned) -> tuple[Node, float, Node | None]:
+    """Return the complex numbers of which a rotation has copies or conjugates; 1, or -1 for
+    conjugates; and the first copy, if there is one."""
+    angles, sign, copy = turned.angles, 1.0, None
     while kind(angles) in ("conjugate", "copied"):
         sign = -sign if kind(angles) == "conjugate" else sign
+        copy = angles if angles.target not in _LAZY else copy
         (angles,) = angles.all_input_nodes
-    return angles, sign
+    return angles, sign, copy
 
 
 def _replace(
     graph: torch.fx.Graph, turned: Turned, transposed: bool, name: str, made: Made
 ) -> None:
     """Put the operator in front of a rotation's result, and let all users of that take its own."""
-    last, (angles, sign) = turned.result, _base(turned)
+    last, (angles, sign, _) = turned.result, _base(turned)
     call = partial(add_call, graph, last)
     known, before = list[Node](), made.get((angles, transposed, sign))
     if before is not None and in_one_place((before[2], last)):

@@ -29,7 +29,7 @@ from .graph_values import (
 )
 from .graph_writes import between, is_pure, is_written_behind
 from .routes import MARK
-from .spellings import argument, cast_of, kind, only_user, other_factor
+from .spellings import argument, cast_of, kind, only_user, other_factor, widened
 from .worth import Worth
 
 _log = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ def _gate_first(rsqrt: Node) -> Iterator[Gated]:
         rows = other_factor(product, one) if gate is not None else None
         if gate is None or rows is None:
             continue
-        x = _widened(rows)
+        x = widened(rows)
         nodes = {*found.nodes, *gate.nodes, product, *({rows} - {x})}
         for result, weight, offset, later in read_results(x, found.xhat):
             if not offset:
@@ -124,18 +124,8 @@ def _gate(node: Any) -> _Gate | None:
     z = node.args[0] if activation else None
     if activation is None or not isinstance(z, Node):
         return None
-    made = _widened(z)
+    made = widened(z)
     return _Gate(activation, made, {node} if made is z else {node, z})
-
-
-def _widened(node: Node) -> Node:
-    """Return what a node casts to a dtype that has all its numbers, and another node itself."""
-    source = cast_of(node)
-    if source is None:
-        return node
-    before, behind = value_of(source).dtype, value_of(node).dtype
-    kept = before.is_floating_point and torch.promote_types(before, behind) == behind
-    return source if kept else node
 
 
 def _activation(node: Any) -> str | None:

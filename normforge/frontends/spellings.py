@@ -40,7 +40,8 @@ _SPELLINGS: dict[str, tuple[Any, ...]] = {
     "permuted": ("permute", torch.permute, _aten.permute.default),
     "viewed": (
         *("view", "reshape", torch.reshape, "unflatten", torch.unflatten),
-        *("flatten", torch.flatten, _aten.view.default, _aten._unsafe_view.default),
+        *("flatten", torch.flatten, "view_as", "reshape_as"),
+        *(_aten.view.default, _aten._unsafe_view.default),
     ),
     "complex": (torch.view_as_complex, _aten.view_as_complex.default),
     "real": (torch.view_as_real, _aten.view_as_real.default),
@@ -79,6 +80,16 @@ def cast_of(node: Any) -> Any:
     if not isinstance(one, torch.Tensor) or not isinstance(two, torch.Tensor):
         return None
     return node.args[0] if one.device == two.device else None
+
+
+def widened(node: Node) -> Node:
+    """Return what a node casts to a dtype that has all its numbers, and another node itself."""
+    source: Node | None = cast_of(node)
+    if source is None:
+        return node
+    before, behind = value_of(source).dtype, value_of(node).dtype
+    kept = before.is_floating_point and torch.promote_types(before, behind) == behind
+    return source if kept else node
 
 
 def other_factor(node: Any, other: Node) -> Any:

@@ -37,12 +37,16 @@ def eps_of(module: Any) -> float | None:
 
 
 def is_hooked(module: Any) -> bool:
-    """Return True if a call of a module does more than its class's forward: it has hooks, or a
-    forward of its own, or there are hooks for all modules."""
+    """Return True if a call of a module does more than its class's forward: `has_hooks`, or it has
+    a forward of its own."""
+    return "forward" in vars(module) or has_hooks(module)
+
+
+def has_hooks(module: Any) -> bool:
+    """Return True if a call of a module runs hooks: its own, or those for all modules."""
     of_forward = module._forward_pre_hooks or module._forward_hooks
     of_backward = module._backward_pre_hooks or module._backward_hooks
-    own = of_forward or of_backward or "forward" in vars(module)
-    return bool(own or hooks_for_all())
+    return bool(of_forward or of_backward or hooks_for_all())
 
 
 def what_tells(module: torch.nn.Module) -> Any:

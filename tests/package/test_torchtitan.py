@@ -15,9 +15,12 @@ from dataclasses import fields
 
 registered = {}
 
+names_of = {}
+
 def override(*, target, description="", exact=False, fqns=None):
     def register(factory):
         registered[factory.__name__] = (target, exact, factory)
+        names_of[factory.__name__] = fqns
         return factory
     return register
 
@@ -173,6 +176,14 @@ assert target is RMSNorm.Config and exact and factory is ours.rms_norm
 assert registered["attention"][:2] == (GQAttention.Config, True)
 assert registered["complex_rope"][:2] == (ComplexRoPE.Config, True)
 assert registered["cos_sin_rope"][:2] == (CosSinRoPE.Config, True)
+from fnmatch import fnmatch
+from torchtitan.config import names_of
+model = "model_spec.model"
+norms = ["norm", f"{model}.norm", "layers.0.ffn_norm", f"{model}.layers.7.attention_norm"]
+others = ["layers.0.attention.qk_norm", f"{model}.tok_embeddings.norm", "layers.0.attention.q_norm"]
+globs = names_of["block_norms"]
+taken = [one for one in norms + others if any(fnmatch(one, each) for each in globs)]
+assert taken == norms, taken
 config = RMSNorm.Config(normalized_shape=16)
 found = ours.block_norms(config)
 assert type(found).__qualname__ != type(config).__qualname__  # what its log calls them
@@ -326,14 +337,33 @@ for model, names, nodes in ways:
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(step(compiled, None), step(plain, None))
 
+import inspect
+
+def names_of(kind):
+    return [*inspect.signature(kind.forward).parameters]
+
+# torchtitan finds layouts by the names of arguments.
+for kind in (ours.NormforgeRMSNorm, ours.NormforgeAttention, ours.NormforgeComplexRoPE,
+             ours.NormforgeCosSinRoPE):
+    assert names_of(kind) == names_of(kind.__mro__[1]), kind
+
 layer = layer_of(qwen3, "block_norms", "attention")
 for part in (layer.attention.q_norm, layer.attention.k_norm, layer.attention.rope):
     seen = []
     for hook in (
         part.register_forward_hook(lambda *given: seen.append(given)),
         part.register_forward_pre_hook(lambda *given: seen.append(given)),
+        torch.nn.modules.module.register_module_forward_hook(lambda *given: seen.append(given)),
     ):
         assert nodes_of(layer) == ["RotaryNodeBackward"] * 2 and seen
+        hook.remove()
+        seen.clear()
+    for hook in (
+        part.register_full_backward_hook(lambda *given: seen.append(given)),
+        part.register_full_backward_pre_hook(lambda *given: seen.append(given)),
+    ):
+        layer(torch.randn(2, 9, 256), None).sum().backward()
+        assert seen
         hook.remove()
         seen.clear()
     with patch.object(part, "forward", part.forward):  # as where torchtitan splits it over ranks
@@ -341,6 +371,51 @@ for part in (layer.attention.q_norm, layer.attention.k_norm, layer.attention.rop
 assert nodes_of(layer) == ["RotatedNodeBackward"] * 2
 layer.attention.k_norm = torch.nn.RMSNorm(layer.attention.k_norm.normalized_shape)
 assert nodes_of(layer) == ["RotaryNodeBackward"] * 2
+
+layer = layer_of(qwen3, "block_norms", "attention")
+try:
+    layer(torch.randn(1, 5000, 256), None)  # more tokens than the cache has
+    raise AssertionError
+except RuntimeError as error:
+    assert "is invalid for input of size" in str(error), error
+"""
+PARALLEL = """
+import torch.distributed as dist
+import torchtitan.distributed.parallel_dims
+import torchtitan.tools.utils
+from torchtitan.config.configs import ParallelismConfig
+from torchtitan.distributed import utils
+from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.models.common.attention import ScaledDotProductAttention
+
+torchtitan.tools.utils.device_type = torchtitan.distributed.parallel_dims.device_type = "cpu"
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+@dataclass
+class Trainer:
+    parallelism: ParallelismConfig
+
+for backend in (ParallelismConfig().spmd_backend, "full_dtensor"):
+    utils.set_spmd_backend(backend)
+    sizes = {name: 1 for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "world_size")}
+    dims = ParallelDims(**sizes, spmd_backend=backend)
+    dims.build_mesh()
+    config = qwen3._debugmodel("flex")
+    config.layers = config.layers[:1]
+    config.layers[0].attention.inner_attention = ScaledDotProductAttention.Config()
+    config.update_from_config(config=Trainer(ParallelismConfig(spmd_backend=backend)))
+    imports = [f"normforge.torchtitan.{name}" for name in ("block_norms", "attention")]
+    overrides.apply_overrides(overrides.OverrideConfig(imports=imports), config)
+    model = config.build()
+    model.init_states()
+    model.parallelize(dims)
+    attention = model.layers["0"].attention
+    assert "forward" in vars(attention.q_norm) and "forward" in vars(attention.rope)
+    assert attention._is_joined() == (backend != "full_dtensor"), backend
+    layouts = attention.q_norm._sharding_config
+    for name in ("in_dst_shardings", "out_dst_shardings", "local_map"):
+        with patch.object(layouts, name, "another"):
+            assert not attention._is_joined(), name
 """
 SPLIT = """
 import torch.distributed as dist
@@ -363,17 +438,22 @@ for plain, kind in (
     for module in (served, given):
         module.cache = split(module.cache, Replicate())
     local = plain(config)(q, k)
-    for placement in (Shard(2), Replicate()):
+    for placement in (Shard(2), Replicate(), Shard(0)):
         y = served(split(q, placement), split(k, placement))
         assert all(one.placements == (placement,) for one in y)
         torch.testing.assert_close([one.to_local() for one in y], [*local])
         ends = (y[0].to_local(), local[0])
         of_both = [torch.autograd.grad(one.square().sum(), q, retain_graph=True) for one in ends]
         torch.testing.assert_close(*of_both)
+    unequal = DTensor.from_local(
+        q, mesh, [Shard(2)], run_check=False, shape=(2, 5, 7, 16), stride=(560, 112, 16, 1)
+    )
+    assert served(unequal, unequal)[0].shape == unequal.shape  # another rank has three
     with patch.object(ours, "apply_rope", None):  # it is not called
-        for placement in (Shard(1), Partial()):
+        for placement in (Shard(1), Shard(3), Partial()):
+            columns = 8 if placement == Shard(3) else 16
             try:
-                served(split(q, placement), split(k, placement))
+                served(*(split(one[..., :columns], placement) for one in (q, k)))
             except Exception as error:
                 assert "NoneType" not in str(error), error
 """
@@ -411,6 +491,12 @@ def test_it_fits_the_torchtitan_that_is_installed() -> None:
 def test_layers_of_torchtitan_compute_the_same() -> None:
     pytest.importorskip("torchtitan.models.qwen3", reason="torchtitan 0.3 is not installed")
     run(CHECK + JOINED)
+
+
+def test_attention_is_joined_also_where_torchtitan_has_wrapped_it() -> None:
+    """It does so by default, on one rank, too."""
+    pytest.importorskip("torchtitan.models.qwen3", reason="torchtitan 0.3 is not installed")
+    run(CHECK + JOINED.partition("ways = (")[0] + PARALLEL)
 
 
 def test_heads_that_are_split_over_ranks_are_rotated_where_they_are() -> None:

@@ -99,6 +99,11 @@ def transposed(x: Any, numbers: Any) -> Any:
     return turned(x.transpose(1, 2), numbers.transpose(1, 2))
 
 
+def like_another(x: Any, numbers: Any) -> Any:
+    pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * numbers).view_as(x).type_as(x)
+
+
 def of_a_part(x: Any, numbers: Any) -> Any:
     """Other columns are before those of a head, as in multi-head latent attention."""
     packed = torch.cat((x.sin(), x), -1)
@@ -106,7 +111,8 @@ def of_a_part(x: Any, numbers: Any) -> Any:
 
 
 FOUND: dict[Callable[..., Any], float] = {
-    **dict.fromkeys((plain, viewed, unflattened, there_again, transposed, of_a_part), 1.0),
+    **dict.fromkeys((plain, viewed, unflattened, like_another), 1.0),
+    **dict.fromkeys((there_again, transposed, of_a_part), 1.0),
     back: -1.0,
 }
 """Spellings, with the sign of the angles."""
@@ -130,6 +136,24 @@ def test_heads_times_complex_numbers_are_one_operator(
     assert [node.args[3:] for node in found] == [(FOUND[function], "*/rope+interleaved")]
     shape = (B, HEADS, S, WIDTH) if function is transposed else (B, S, HEADS, WIDTH)
     assert asked == [(shape, "interleaved")]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_rotation_may_be_of_another(rotated: Package, dtype: torch.dtype, asked: Asked) -> None:
+    def there_and_back(x: Any, numbers: Any) -> Any:
+        return turned(turned(x, numbers), numbers.conj())
+
+    def traced(x: Any, numbers: Any) -> Any:
+        y = there_and_back(x, numbers)
+        return y, torch.autograd.grad(y.square().sum(), x)
+
+    given = (heads(dtype), angles())
+    run, found = compiled(rotated, there_and_back)
+    torch.testing.assert_close(run(*given), there_and_back(*given))
+    assert [node.args[3] for node in found] == [1.0, -1.0]
+    graph = make_pass(rotated.ops)(make_fx(traced)(*given))
+    torch.testing.assert_close(graph(*given), traced(*given))
+    assert sum(node.target is rope for node in graph.graph.nodes) == 4
 
 
 @pytest.mark.parametrize("batch", [1, B])
@@ -249,6 +273,19 @@ def learnt(x: Any, numbers: Any) -> Any:
     return turned(x, torch.polar(x.detach()[..., :1, : WIDTH // 2], x[..., :1, : WIDTH // 2]))
 
 
+def learnt_before(x: Any, numbers: Any) -> Any:
+    """PyTorch computes no gradient of the copy."""
+    own = numbers * x[0, 0, 0, 0]
+    with torch.no_grad():
+        copy = own.clone()
+    return turned(x, copy) + own.abs().sum()
+
+
+def narrowed(x: Any, numbers: Any) -> Any:
+    pairs = torch.view_as_complex(x.half().reshape(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * numbers).flatten(3).type_as(x)
+
+
 def wide(x: Any, numbers: Any) -> Any:
     pairs = torch.view_as_complex(x.double().reshape(*x.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * numbers).flatten(3).type_as(x)
@@ -309,7 +346,8 @@ def changed_before(x: Any, numbers: Any) -> Any:
 
 LEFT: list[Callable[..., Any]] = [
     *(product_is_used, pairs_are_used, divided, squared, for_each_head, for_every_number),
-    *(for_the_last_dimensions, one_for_all_columns, learnt, wide, narrower, wider),
+    *(for_the_last_dimensions, one_for_all_columns, learnt, learnt_before, narrowed),
+    *(wide, narrower, wider),
     *(kept_as_pairs, flattened_further, of_halves, of_joined_heads, of_other_rows),
     *(three_dimensions, changed_before),
 ]
@@ -347,6 +385,48 @@ def test_numbers_that_a_caller_has_conjugated_stay(rotated: Package, asked: Aske
     run, found = compiled(rotated, turned)
     close(run(heads(), angles().conj()), turned(heads(), angles().conj()))
     assert found == []
+
+
+def written(numbers: Any) -> Any:
+    copy = numbers.clone()
+    copy.mul_(2.0)
+    return copy
+
+
+def written_behind(numbers: Any) -> Any:
+    numbers = numbers * 1.0
+    copy = numbers.clone()
+    numbers.mul_(2.0)
+    return copy
+
+
+def written_behind_a_conjugate(numbers: Any) -> Any:
+    copy = numbers.conj().resolve_conj()
+    numbers.zero_()
+    return copy
+
+
+def written_through_a_view(numbers: Any) -> Any:
+    """The conjugate is a view, which has what was written."""
+    numbers = numbers * 1.0
+    view = numbers.conj()
+    numbers.mul_(2.0)
+    return view
+
+
+@pytest.mark.parametrize(
+    "change", [written, written_behind, written_behind_a_conjugate, written_through_a_view]
+)
+def test_copies_of_numbers_that_were_written_to_stay(
+    rotated: Package, change: Any, asked: Asked
+) -> None:
+    def function(x: Any, numbers: Any) -> Any:
+        return turned(x, change(numbers))
+
+    x = heads().detach()
+    run, found = compiled(rotated, function)
+    close(run(x, angles()), function(x, angles()))
+    assert len(found) == (change is written_through_a_view)
 
 
 @pytest.mark.parametrize("marked", [False, True])
