@@ -273,14 +273,6 @@ def learnt(x: Any, numbers: Any) -> Any:
     return turned(x, torch.polar(x.detach()[..., :1, : WIDTH // 2], x[..., :1, : WIDTH // 2]))
 
 
-def learnt_before(x: Any, numbers: Any) -> Any:
-    """PyTorch computes no gradient of the copy."""
-    own = numbers * x[0, 0, 0, 0]
-    with torch.no_grad():
-        copy = own.clone()
-    return turned(x, copy) + own.abs().sum()
-
-
 def narrowed(x: Any, numbers: Any) -> Any:
     pairs = torch.view_as_complex(x.half().reshape(*x.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * numbers).flatten(3).type_as(x)
@@ -346,7 +338,7 @@ def changed_before(x: Any, numbers: Any) -> Any:
 
 LEFT: list[Callable[..., Any]] = [
     *(product_is_used, pairs_are_used, divided, squared, for_each_head, for_every_number),
-    *(for_the_last_dimensions, one_for_all_columns, learnt, learnt_before, narrowed),
+    *(for_the_last_dimensions, one_for_all_columns, learnt, narrowed),
     *(wide, narrower, wider),
     *(kept_as_pairs, flattened_further, of_halves, of_joined_heads, of_other_rows),
     *(three_dimensions, changed_before),
@@ -378,6 +370,23 @@ def test_numbers_that_change_between_product_and_result_stay(
         x = heads().detach()
         close(run(x, angles()), function(x, angles(), changes))
         assert len(found) == (not changes)
+
+
+@pytest.mark.parametrize("change", [torch.conj, torch.clone])
+def test_numbers_that_learn_nothing_here_stay(rotated: Package, change: Any, asked: Asked) -> None:
+    """PyTorch computes no gradient of what was made without one."""
+
+    def function(x: Any, numbers: Any) -> Any:
+        with torch.no_grad():
+            made = change(numbers)
+        return turned(x, made)
+
+    x, numbers = heads(), angles().requires_grad_()
+    run, found = compiled(rotated, function)
+    y = run(x, numbers)
+    close(y, function(x, numbers))
+    y.sum().backward()
+    assert x.grad is not None and numbers.grad is None and found == []
 
 
 def test_numbers_that_a_caller_has_conjugated_stay(rotated: Package, asked: Asked) -> None:
