@@ -187,10 +187,9 @@ class NormforgeAttention(GQAttention):
         if cache is None:  # torchtitan says why
             query, key = self.rope(self.q_norm(query), self.k_norm(key), positions)
         else:
-            query, key = (
-                _normalized(heads, norm, *_turns_of(cache))
-                for heads, norm in ((query, self.q_norm), (key, self.k_norm))
-            )
+            turns = _turns_of(cache)
+            query = _normalized(query, self.q_norm, *turns)
+            key = _normalized(key, self.k_norm, *turns)
         mixed = self.inner_attention(
             *(query, key, value),
             attention_masks=attention_masks,
@@ -262,18 +261,7 @@ def _pytorchs(
     return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
 
 
-def _by_formula(formula: Any) -> Any:
-    """Return what computes a node by PyTorch's operators, of its arguments."""
-
-    def compute(*given: Any) -> torch.Tensor:
-        *call, package = given
-        y: torch.Tensor = formula(*call, **rope_node.flags_of(package))
-        return y
-
-    return compute
-
-
 if register_decomposition is not None:
     register_decomposition(EagerNorm, _pytorchs)
-    register_decomposition(rotary_node.RotaryNode, _by_formula(rotary_node.formula))
-    register_decomposition(rope_node.RotatedNode, _by_formula(rope_node.formula))
+    register_decomposition(rotary_node.RotaryNode, rotary_node.by_formula)
+    register_decomposition(rope_node.RotatedNode, rope_node.by_formula)

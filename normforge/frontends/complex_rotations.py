@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 
 from ..shape_names import rotation_name
 from .graph_values import add_call, change_graphs, in_one_place, is_dense, same_size, value_of
-from .graph_writes import between, is_pure
+from .graph_writes import are_pure_between
 from .rotary_node import rope
 from .spellings import cast_of, kind, only_user, other_factor, widened
 
@@ -31,14 +31,27 @@ _log = logging.getLogger(__name__)
 
 
 class Turned(NamedTuple):
-    """Heads that are rotated: x, the complex numbers, their product, the node with the result, and
-    all nodes of which it is made, in their order."""
+    """Heads that are rotated: x, the complex numbers that they are multiplied with, the product,
+    and all nodes of which the result is made, in their order, with itself as the last one."""
 
     x: Node
-    angles: Node
+    angles: Angles
     product: Node
-    result: Node
     nodes: list[Node]
+
+    @property
+    def result(self) -> Node:
+        return self.nodes[-1]
+
+
+class Angles(NamedTuple):
+    """Complex numbers as they are multiplied; those of which they are copies or conjugates; 1, or
+    -1 for conjugates; and the first copy, if there is one."""
+
+    multiplied: Node
+    base: Node
+    sign: float
+    copy: Node | None
 
 
 Made = dict[tuple[Node, bool, float], tuple[Node, Node, Node]]
@@ -56,8 +69,8 @@ def fuse_complex_rotations(module: GraphModule, operators: Any) -> int:
     def change(graph: torch.fx.Graph) -> int:
         products = [node for node in graph.nodes if kind(node) == "product"]
         made: Made = {}
-        read = ((node, _read(node)) for node in products)  # one may be of another's result
-        return sum(_fuse(graph, one, functions, made) for _, one in read if one is not None)
+        read = map(_read, products)  # each in its turn: it may be of another's result
+        return sum(_fuse(graph, one, functions, made) for one in read if one is not None)
 
     fused = change_graphs(module, change)
     if fused:
@@ -69,32 +82,41 @@ def _read(product: Node) -> Turned | None:
     """Return the rotation that a product of complex numbers is part of."""
     if len(product.users) != 1:
         return None
-    for one in product.args:
-        pairs = one.args[0] if isinstance(one, Node) and kind(one) == "complex" else None
-        angles = other_factor(product, one) if isinstance(one, Node) else None
-        if isinstance(pairs, Node) and angles is not None and kind(pairs) == "viewed":
-            assert isinstance(one, Node)
+    for one in product.all_input_nodes:
+        numbers: Any = other_factor(product, one) if kind(one) == "complex" else None
+        pairs: Any = one.args[0] if numbers is not None else None
+        if kind(pairs) == "viewed":
             wide: Any = pairs.args[0]
             x = widened(wide)
             before = [pairs, one, product] if x is wide else [wide, pairs, one, product]
-            return _with_its_result(x, angles, before)
+            return _with_its_result(x, _angles(numbers), before)
     return None
 
 
-def _with_its_result(x: Node, angles: Node, nodes: list[Node]) -> Turned | None:
+def _angles(numbers: Node) -> Angles:
+    base, sign, copy = numbers, 1.0, None
+    while kind(base) in ("conjugate", "copied"):
+        sign = -sign if kind(base) == "conjugate" else sign
+        copy = base if base.target not in _LAZY else copy
+        (base,) = base.all_input_nodes
+    return Angles(numbers, base, sign, copy)
+
+
+def _with_its_result(x: Node, angles: Angles, nodes: list[Node]) -> Turned | None:
     product = nodes[-1]
     (real,) = product.users
     flat = only_user(real) if kind(real) == "real" else None
     if flat is None or kind(flat) != "viewed":
         return None
     nodes = [*nodes, real, flat]
-    if not all(isinstance(value_of(node), torch.Tensor) for node in (x, angles, *nodes)):
+    seen = (x, angles.multiplied, angles.base, *nodes)
+    if not all(isinstance(value_of(node), torch.Tensor) for node in seen):
         return None
     dtype, last = value_of(x).dtype, only_user(flat)
     if value_of(flat).dtype != dtype and last is not None and cast_of(last) is flat:
         nodes.append(last)
     fits = value_of(nodes[-1]).dtype == dtype
-    return Turned(x, angles, product, nodes[-1], nodes) if fits else None
+    return Turned(x, angles, product, nodes) if fits else None
 
 
 def _fuse(graph: torch.fx.Graph, turned: Turned, functions: Any, made: Made) -> bool:
@@ -105,10 +127,10 @@ def _fuse(graph: torch.fx.Graph, turned: Turned, functions: Any, made: Made) -> 
         return False
     if any(user not in nodes for node in nodes[:-1] for user in node.users):
         return False
-    if not in_one_place(nodes) or not all(map(is_pure, between(nodes[0], turned.result))):
+    if not in_one_place(nodes) or not are_pure_between(nodes[0], turned.result):
         return False
-    *_, copy = _base(turned)
-    if copy is not None and not all(map(is_pure, between(copy, turned.result))):
+    copy = turned.angles.copy
+    if copy is not None and not are_pure_between(copy, turned.result):
         return False
     if not functions.rotates(rows, rotation_name(rows.shape[-1], rows.shape[-1], True)):
         return False
@@ -119,11 +141,11 @@ def _fuse(graph: torch.fx.Graph, turned: Turned, functions: Any, made: Made) -> 
 def _fits(turned: Turned, at_heads: int) -> bool:
     """Return True for numbers of every token, one for each pair of columns, the same for all of its
     heads, which stand in a dimension."""
-    x, angles, product = map(value_of, (turned.x, turned.angles, turned.product))
+    x, product, base = map(value_of, (turned.x, turned.product, turned.angles.base))
+    angles = value_of(turned.angles.multiplied)
     if any(type(one) is not FakeTensor for one in (x, angles, product)) or x.dim() != 4:
         return False
-    base = value_of(_base(turned)[0])
-    if type(x.shape[-1]) is not int or angles.requires_grad or base.requires_grad:
+    if type(x.shape[-1]) is not int or base.requires_grad:
         return False
     if not angles.dtype == product.dtype == torch.complex64 or base.is_conj():
         return False
@@ -136,26 +158,15 @@ def _fits(turned: Turned, at_heads: int) -> bool:
     return angles.dim() == product.dim() == 4 and all(along) and angles.device == x.device
 
 
-def _base(turned: Turned) -> tuple[Node, float, Node | None]:
-    """Return the complex numbers of which a rotation has copies or conjugates; 1, or -1 for
-    conjugates; and the first copy, if there is one."""
-    angles, sign, copy = turned.angles, 1.0, None
-    while kind(angles) in ("conjugate", "copied"):
-        sign = -sign if kind(angles) == "conjugate" else sign
-        copy = angles if angles.target not in _LAZY else copy
-        (angles,) = angles.all_input_nodes
-    return angles, sign, copy
-
-
 def _replace(
     graph: torch.fx.Graph, turned: Turned, transposed: bool, name: str, made: Made
 ) -> None:
     """Put the operator in front of a rotation's result, and let all users of that take its own."""
-    last, (angles, sign, _) = turned.result, _base(turned)
+    last, (numbers, angles, sign, _) = turned.result, turned.angles
     call = partial(add_call, graph, last)
     known, before = list[Node](), made.get((angles, transposed, sign))
     if before is not None and in_one_place((before[2], last)):
-        known = [*before[:2]] if all(map(is_pure, between(before[2], last))) else []
+        known = [*before[:2]] if are_pure_between(before[2], last) else []
     with graph.inserting_before(last):
         if not known:
             parts = call(_aten.view_as_real.default, angles)
@@ -171,8 +182,7 @@ def _replace(
     last.replace_all_uses_with(y)
     for node in reversed(turned.nodes):
         graph.erase_node(node)
-    unused = turned.angles
-    while unused is not angles and not unused.users:
-        (source,) = unused.all_input_nodes
-        graph.erase_node(unused)
-        unused = source
+    while numbers is not angles and not numbers.users:
+        (source,) = numbers.all_input_nodes
+        graph.erase_node(numbers)
+        numbers = source

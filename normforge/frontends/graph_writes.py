@@ -24,8 +24,16 @@ PyTorch's modules call when they are made."""
 _PARTS = (operator.getitem, torch.split, "split", "contiguous", "expand")
 """Functions and methods whose result may be the memory of what they take."""
 _VIEWS = (
-    *("cast", "halves", "unsqueezed", "transposed", "permuted", "viewed"),
-    *("complex", "real", "conjugate", "copied"),
+    "cast",
+    "halves",
+    "unsqueezed",
+    "transposed",
+    "permuted",
+    "viewed",
+    "complex",
+    "real",
+    "conjugate",
+    "copied",
 )
 """Kinds of operations of which the same is true."""
 
@@ -78,6 +86,11 @@ def between(first: Node, last: Node) -> Iterator[Node]:
     while node is not last:
         yield node
         node = node.next
+
+
+def are_pure_between(first: Node, last: Node) -> bool:
+    """Return True if nothing writes to memory from behind one node of a graph to before another."""
+    return all(map(is_pure, between(first, last)))
 
 
 def is_written_behind(last: Node, given: Iterable[Any]) -> bool:

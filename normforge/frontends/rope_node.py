@@ -195,12 +195,13 @@ def or_by_formula(
     return autograd
 
 
-def _by_formula(*given: Any) -> Any:
+def by_formula(*given: Any) -> Any:
+    """Compute a call of the node by PyTorch's operators, of its arguments. Differentiable."""
     return formula(*given[:-1], **flags_of(given[-1]))
 
 
-_kernel = autograd_of(rms_norm_rope_forward, _run, RotatedNode, _by_formula)
+_kernel = autograd_of(rms_norm_rope_forward, _run, RotatedNode, by_formula)
 
 
-differentiate(rms_norm_rope_forward, or_by_formula(_kernel, _by_formula, slice(2, 4)))
+differentiate(rms_norm_rope_forward, or_by_formula(_kernel, by_formula, slice(2, 4)))
 differentiate(rms_norm_rope_backward, autograd_of_backward(rms_norm_rope_backward, _run_backward))

@@ -63,7 +63,7 @@ class RotaryNode(torch.autograd.Function):
         turn: Any = rotary_embedding
         if not is_dynamo_compiling() and not transforms_active():
             if is_batched(dy):
-                turn = _by_formula
+                turn = by_formula
             elif not is_plain(dy) and not is_dtensor(dy):
                 turn = rope  # of the tensors that AOTAutograd traces
         return turn(*given, ctx.package), None, None, None, None
@@ -81,9 +81,10 @@ def rotary_embedding(*given: Any) -> torch.Tensor:
     return y
 
 
-def _by_formula(*given: Any) -> Any:
+def by_formula(*given: Any) -> Any:
+    """Compute a call of the node by PyTorch's operators, of its arguments. Differentiable."""
     return formula(*given[:-1], **flags_of(given[-1]))
 
 
-_kernel = autograd_of(rope, _run, RotaryNode, _by_formula)
-differentiate(rope, or_by_formula(_kernel, _by_formula, slice(1, 3)))
+_kernel = autograd_of(rope, _run, RotaryNode, by_formula)
+differentiate(rope, or_by_formula(_kernel, by_formula, slice(1, 3)))

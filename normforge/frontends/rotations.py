@@ -29,7 +29,7 @@ from .graph_values import (
     same_size,
     value_of,
 )
-from .graph_writes import between, is_pure
+from .graph_writes import are_pure_between
 from .rope_node import rms_norm_rope_forward
 from .rotation_reader import Heads, Rotation, read_rotation
 from .routes import arguments_of, getitems
@@ -83,7 +83,7 @@ def _fuse(
         return False  # as rows behind the norm, which parts that are joined are not
     if not in_one_place((heads.norm, turned.result)):
         return False
-    if not all(map(is_pure, between(heads.norm, turned.result))):
+    if not are_pure_between(heads.norm, turned.result):
         return False
     rotation = rotation_name(turned.columns, rows.shape[-1], joined=heads.joined)
     if heads.joined and turned.columns != value_of(turned.x).shape[-1]:

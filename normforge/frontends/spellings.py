@@ -39,9 +39,17 @@ _SPELLINGS: dict[str, tuple[Any, ...]] = {
     "transposed": ("transpose", torch.transpose, "swapaxes", torch.swapaxes),
     "permuted": ("permute", torch.permute, _aten.permute.default),
     "viewed": (
-        *("view", "reshape", torch.reshape, "unflatten", torch.unflatten),
-        *("flatten", torch.flatten, "view_as", "reshape_as"),
-        *(_aten.view.default, _aten._unsafe_view.default),
+        "view",
+        "view_as",
+        "reshape",
+        torch.reshape,
+        "reshape_as",
+        "flatten",
+        torch.flatten,
+        "unflatten",
+        torch.unflatten,
+        _aten.view.default,
+        _aten._unsafe_view.default,
     ),
     "complex": (torch.view_as_complex, _aten.view_as_complex.default),
     "real": (torch.view_as_real, _aten.view_as_real.default),
@@ -50,7 +58,14 @@ _SPELLINGS: dict[str, tuple[Any, ...]] = {
 }
 _KINDS = {spelling: kind for kind, spellings in _SPELLINGS.items() for spelling in spellings}
 _WITH_OPTIONS = (
-    *("cast", "mean", "joined", "halves", "unsqueezed", "transposed", "viewed", "copied"),
+    "cast",
+    "mean",
+    "joined",
+    "halves",
+    "unsqueezed",
+    "transposed",
+    "viewed",
+    "copied",
 )
 
 

@@ -242,6 +242,10 @@ for placement in (spmd.S(0), spmd.S(1), spmd.R, spmd.P, spmd.V):
         found = types(ours.NormforgeRMSNorm(found), placement, local)
         assert found == wanted, (placement, local, found, wanted)
 
+def check_alike(found, wanted, *where):
+    both_refuse = isinstance(found, str) and isinstance(wanted, str)
+    assert found == wanted or both_refuse, (*where, found, wanted)
+
 numbers = torch.polar(torch.ones(1, 5, 1, 8), torch.rand(1, 5, 1, 8))
 halves = torch.cat([numbers.real] * 2 + [numbers.imag] * 2, -1)
 for plain, cache in ((ours.ComplexRoPE, numbers), (ours.CosSinRoPE, halves)):
@@ -254,8 +258,7 @@ for plain, cache in ((ours.ComplexRoPE, numbers), (ours.CosSinRoPE, halves)):
                     lambda q, k: tuple(ours._rotated(x, *ours._turns_of(cache)) for x in (q, k)),
                 )
             )
-            both_refuse = isinstance(found, str) and isinstance(wanted, str)
-            assert found == wanted or both_refuse, (placement, local, found, wanted)
+            check_alike(found, wanted, placement, local)
 
 def turned(x):
     (cos, sin), _ = ours._turns_of(halves)
@@ -268,8 +271,7 @@ for placement in (spmd.S(0), spmd.R, spmd.P, spmd.V):
             types_of(way, norm.weight, [torch.randn(2, 5, 4, 16)], placement, local)
             for way in (turned, norm)
         )
-        both_refuse = isinstance(found, str) and isinstance(wanted, str)
-        assert found == wanted or both_refuse, (placement, local, found, wanted)
+        check_alike(found, wanted, placement, local)
 """
 
 

@@ -48,6 +48,13 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
 
 
 @pytest.fixture
+def rotated(package: Package) -> Package:
+    """One whose graphs may have kernels of rotated heads."""
+    package.ops.rotated = "normforge.rope_packages"
+    return package
+
+
+@pytest.fixture
 def aten() -> Iterator[list[str]]:
     """PyTorch's operators on the CPU; the calls that reached them."""
     calls: list[str] = []

@@ -44,21 +44,18 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     return found
 
 
-@pytest.fixture
-def rotated(package: Package) -> Package:
-    package.ops.rotated = "normforge.rope_packages"
-    return package
-
-
 def angles(tokens: int = S, pairs: int = WIDTH // 2, batch: int = 1) -> torch.Tensor:
     """1.5 (cos + i sin), as the caches of models hold it, of shape (batch, tokens, 1, pairs)."""
     turns = torch.arange(batch * tokens)[:, None] * torch.linspace(0.1, 1, pairs)
     return torch.polar(torch.full_like(turns, 1.5), turns).view(batch, tokens, 1, pairs)
 
 
+def pairs_of(x: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+
+
 def turned(x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
-    return torch.view_as_real(pairs * numbers).flatten(3).type_as(x)
+    return torch.view_as_real(pairs_of(x) * numbers).flatten(3).type_as(x)
 
 
 def heads(dtype: torch.dtype = torch.float32, count: int = HEADS) -> torch.Tensor:
@@ -69,10 +66,6 @@ compiled = partial(dynamo_graphs.compiled, operator=rope)
 
 
 # ---- Rotations that are found --------------------------------------------------------------------
-
-
-def plain(x: Any, numbers: Any) -> Any:
-    return turned(x, numbers)
 
 
 def viewed(x: Any, numbers: Any) -> Any:
@@ -100,7 +93,7 @@ def transposed(x: Any, numbers: Any) -> Any:
 
 
 def like_another(x: Any, numbers: Any) -> Any:
-    pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+    pairs = pairs_of(x)
     return torch.view_as_real(pairs * numbers).view_as(x).type_as(x)
 
 
@@ -111,7 +104,7 @@ def of_a_part(x: Any, numbers: Any) -> Any:
 
 
 FOUND: dict[Callable[..., Any], float] = {
-    **dict.fromkeys((plain, viewed, unflattened, like_another), 1.0),
+    **dict.fromkeys((turned, viewed, unflattened, like_another), 1.0),
     **dict.fromkeys((there_again, transposed, of_a_part), 1.0),
     back: -1.0,
 }
@@ -234,22 +227,22 @@ def test_a_traced_step_has_kernels_in_both_directions(
 
 
 def product_is_used(x: Any, numbers: Any) -> Any:
-    pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2)) * numbers
+    pairs = pairs_of(x) * numbers
     return torch.view_as_real(pairs).flatten(3).type_as(x) * pairs.abs().mean()
 
 
 def pairs_are_used(x: Any, numbers: Any) -> Any:
-    pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+    pairs = pairs_of(x)
     return torch.view_as_real(pairs * numbers).flatten(3).type_as(x) * pairs.abs().mean()
 
 
 def divided(x: Any, numbers: Any) -> Any:
-    pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+    pairs = pairs_of(x)
     return torch.view_as_real(pairs / numbers).flatten(3).type_as(x)
 
 
 def squared(x: Any, numbers: Any) -> Any:
-    pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+    pairs = pairs_of(x)
     return torch.view_as_real(pairs * pairs).flatten(3).type_as(x) + numbers.real.sum()
 
 
@@ -284,22 +277,22 @@ def wide(x: Any, numbers: Any) -> Any:
 
 
 def narrower(x: Any, numbers: Any) -> Any:
-    pairs = torch.view_as_complex(x.bfloat16().float().reshape(*x.shape[:-1], -1, 2))
+    pairs = pairs_of(x.bfloat16())
     return torch.view_as_real(pairs * numbers).flatten(3).half().float()
 
 
 def wider(x: Any, numbers: Any) -> Any:
-    pairs = torch.view_as_complex(x.bfloat16().float().reshape(*x.shape[:-1], -1, 2))
+    pairs = pairs_of(x.bfloat16())
     return torch.view_as_real(pairs * numbers).flatten(3)
 
 
 def kept_as_pairs(x: Any, numbers: Any) -> Any:
-    pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+    pairs = pairs_of(x)
     return torch.view_as_real(pairs * numbers)
 
 
 def flattened_further(x: Any, numbers: Any) -> Any:
-    pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+    pairs = pairs_of(x)
     return torch.view_as_real(pairs * numbers).flatten(2).type_as(x)
 
 

@@ -53,12 +53,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     return found
 
 
-@pytest.fixture
-def rotated(package: Package) -> Package:
-    package.ops.rotated = "normforge.rope_packages"
-    return package
-
-
 def cosines(S: int, columns: int = WIDTH, dtype: torch.dtype = torch.float32) -> Any:
     """Compute cos and sin as models do, for angles of tokens."""
     freqs = (torch.arange(S)[:, None] * torch.arange(1, columns // 2 + 1))[None].float()
