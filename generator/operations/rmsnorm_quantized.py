@@ -31,11 +31,12 @@ Ends = tuple[torch.Tensor, torch.Tensor]
 
 
 def make_inputs(operation: RowOperation, problem: Problem, device: torch.device, **how: Any) -> Any:
-    """Make those inputs of RMSNorm's backward that an operation has, with its first output
-    quantized as it is in fp32. how: as for it."""
+    """Make those inputs of RMSNorm's backward that an operation has, and its incoming gradient for
+    a residual stream, with the first output quantized as it is in fp32. how: as for it."""
     given = RMSNORM_BACKWARD.make_inputs(problem, device, **how)
     signature = operation.signature
     numbers = {tensor.name: 0.0 for tensor in signature.numbers} | {"eps": EPS}
+    numbers |= {"r": given.dy} if signature.stream else {}
     tensors = {t.name: numbers.get(t.name, getattr(given, t.name, None)) for t in signature.inputs}
     return inputs_class(signature)(**tensors, offset=given.offset)
 
@@ -120,6 +121,10 @@ def _operation(operation: RowOperation) -> Operation:
 
 RMSNORM_QUANTIZED = tuple(
     _operation(operation)
-    for formats in (operations.FORMATS, operations.BACKWARD_FORMATS)
+    for formats in (
+        operations.FORMATS,
+        operations.BACKWARD_FORMATS,
+        operations.STREAM_FORMATS,
+    )
     for operation in formats.values()
 )

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..operations import BACKWARD_FORMATS, FORMATS, QUANTIZED
+from ..operations import BACKWARD_FORMATS, FORMATS, QUANTIZED, STREAM_FORMATS
 from ..serve.checks import FLOATS
 from ..serve.kernels import Source
 from ..torch_internals import float_of, served_dtype
@@ -54,12 +54,16 @@ class QuantizedFunctions(RowFunctions):
         residual: str = "",
     ) -> dict[str, Any]:
         """Say which kernel serves M aligned rows of N columns ("bf16", "fp16" or "fp32"), and
-        why. backward: of `rms_norm_backward_quantized`. residual: the dtype of its dresidual."""
+        why. backward: of `rms_norm_backward_quantized`. residual: the dtype of its dresidual, or of
+        the forward's residual, which is that of the rows."""
         _check_format(format)
-        if residual and not backward:
-            raise ValueError("residual is for the backward: give backward=True, too")
-        server = self.server((BACKWARD_FORMATS if backward else FORMATS)[format])
-        return server.explain(M, N, dtype, weight_dtype, offset=offset, residual=residual)
+        if not residual or backward:
+            server = self.server((BACKWARD_FORMATS if backward else FORMATS)[format])
+            return server.explain(M, N, dtype, weight_dtype, offset=offset, residual=residual)
+        if format not in STREAM_FORMATS:
+            raise ValueError(f"no kernel adds a residual in {format}: leave residual out")
+        server = self.server(STREAM_FORMATS[format])
+        return server.explain(M, N, dtype, weight_dtype, offset=offset)
 
     def rms_norm_quantized(
         self,
@@ -68,6 +72,7 @@ class QuantizedFunctions(RowFunctions):
         eps: float | None = None,
         *,
         format: str = "fp8_1x128",
+        residual: torch.Tensor | None = None,
         keep_y: bool = False,
         via: torch.dtype | None = None,
         power_of_two_scales: bool = False,
@@ -80,9 +85,12 @@ class QuantizedFunctions(RowFunctions):
         Under torch.compile it is an operator. Works under autocast (which changes nothing here) and
         in CUDA graphs. torch.func and tensor subclasses use PyTorch's operators.
 
-        Gradients flow through y alone, and so only with keep_y. What multiplies y8 and the scales
-        shall take y, too, and return the gradient of the dequantized rows as that of y
-        (straight-through). From there on, the backward is that of RMSNorm.
+        With a residual, x is first added to it, and what is normalized is the sum h = x + residual
+        as it is rounded to x's dtype.
+
+        Gradients flow through y and h alone, and so through y only with keep_y. What multiplies y8
+        and the scales shall take y, too, and return the gradient of the dequantized rows as that of
+        y (straight-through). From there on, the backward is that of RMSNorm.
 
         Args:
             x: (..., N), bf16, fp16 or fp32. N is a multiple of 128, or of 32 for MX.
@@ -92,6 +100,8 @@ class QuantizedFunctions(RowFunctions):
                 DeepSeek-V3. "mxfp8_1x32": each block of 32 columns has the scale
                 2^(floor(log2(amax)) - 8) in e8m0, as the OCP MX specification has it, and numbers
                 beyond 448 are 448.
+            residual: the residual stream, in x's shape and dtype. In "fp8_1x128" a kernel adds it
+                where one was tuned, else PyTorch does.
             keep_y: also return y, in x's dtype.
             via: x's dtype, to round y to it before it is quantized, as a recipe does that quantizes
                 what a norm returns. By default y is quantized as it is in fp32.
@@ -99,9 +109,9 @@ class QuantizedFunctions(RowFunctions):
             weight_offset: a number added to the weight in fp32.
 
         Returns:
-            (y8, scales, rstd), or (y8, scales, rstd, y) with keep_y. y8 is float8_e4m3fn in x's
-                shape: y divided by the scale of its block, rounded to nearest even. The scales are
-                of shape (..., N / 128) in fp32, or (..., N / 32) in float8_e8m0fnu. All are
+            (y8, scales, rstd), then y with keep_y, then h with a residual. y8 is float8_e4m3fn in
+                x's shape: y divided by the scale of its block, rounded to nearest even. The scales
+                are of shape (..., N / 128) in fp32, or (..., N / 32) in float8_e8m0fnu. All are
                 contiguous. rstd is fp32 of shape (..., 1), as `rmsnorm_backward` takes it.
 
         Raises:
@@ -109,10 +119,11 @@ class QuantizedFunctions(RowFunctions):
         """
         eps = float_of(eps)
         _check(x, weight, format, via, power_of_two_scales)
+        _check_residual(x, residual)
         numbers = (_FP32_EPS if eps is None else eps, float(weight_offset))
         call = Call(*numbers, format, keep_y, via is not None, power_of_two_scales)
-        *found, y = quantized_norm(x, served_dtype(weight, x), call, self.name)
-        return (*found, y) if keep_y else tuple(found)
+        found = quantized_norm(x, served_dtype(weight, x), call, self.name, residual)
+        return found if keep_y else (*found[:3], *found[4:])
 
     def rms_norm_backward_quantized(
         self,
@@ -175,8 +186,20 @@ class QuantizedFunctions(RowFunctions):
         server = self.server(BACKWARD_FORMATS[call.form])
         return results_of(server(call.tensors(given), call.offset), given)
 
-    def forward(self, x: torch.Tensor, weight: torch.Tensor | None, call: Call) -> Results:
-        """Return y8, its scales, rstd, and y where it is kept, without gradients."""
+    def forward(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        call: Call,
+        residual: torch.Tensor | None = None,
+    ) -> Results:
+        """Return y8, its scales, rstd, y where it is kept, and the sum with a residual, without
+        gradients."""
+        if residual is not None:
+            return self._forward_of_sum(x, weight, call, residual)
+        return self._forward(x, weight, call)
+
+    def _forward(self, x: torch.Tensor, weight: torch.Tensor | None, call: Call) -> Results:
         y = x.new_empty(x.shape if call.keep_y else 0)
         operation = FORMATS[call.form]
         tensors = {"x": x, "weight": weight, **numbers_of(operation, call)}
@@ -184,16 +207,35 @@ class QuantizedFunctions(RowFunctions):
         found = self.server(operation)(tensors, call.offset, into)
         return found["y8"], found["y_scales"], found["rstd"], y
 
+    def _forward_of_sum(
+        self, x: torch.Tensor, weight: torch.Tensor | None, call: Call, residual: torch.Tensor
+    ) -> Results:
+        operation = STREAM_FORMATS.get(call.form)
+        if operation is not None:
+            server = self.server(operation)
+            numbers = numbers_of(operation, call)
+            tensors = {"x": x, "r": residual, "weight": weight, **numbers}
+            server.count_call(x, tensors, call.offset)
+            if server.may_serve(x):
+                y = x.new_empty(x.shape if call.keep_y else 0)
+                into = {"y": y} if call.keep_y else {}
+                found = server.by_kernel(tensors, call.offset, into)
+                if not isinstance(found, str):
+                    return found["y8"], found["y_scales"], found["rstd"], y, found["h"]
+        total = x + residual
+        return *self._forward(total, weight, call), total
+
     def backward(self, *given: Any) -> Gradients:
-        """Return dx and dw of RMSNorm, of dy, x, weight, rstd, eps, the weight's offset and whether
-        each is wanted."""
-        dy, x, weight, rstd, eps, offset, *wanted = given
+        """Return dx and dw of RMSNorm, of dy, x, weight, rstd, eps, the weight's offset, whether
+        each is wanted, and the gradient that reaches x by another way."""
+        dy, x, weight, rstd, eps, offset, need_dx, need_dw, *more = given
+        wanted, dresidual = (need_dx, need_dw), more[0] if more else None
         norm = self._norm()
         with torch.no_grad():
             if norm is None:
-                return differentiable_backward(dy, x, weight, eps, offset, None, *wanted)
-            of_node = (dy, x, weight, rstd)
-            return gradients(norm.run, eps, offset, (wanted[0], wanted[1]), *of_node, seen=False)
+                return differentiable_backward(dy, x, weight, eps, offset, dresidual, *wanted)
+            of_node = (dy, x, weight, rstd, dresidual)
+            return gradients(norm.run, eps, offset, wanted, *of_node, seen=False)
 
 
 def _check_format(format: Any) -> None:
@@ -222,6 +264,19 @@ def _check(x: Any, weight: Any, format: Any, via: Any, powers: bool) -> None:
         raise ValueError(f"via is x's dtype {x.dtype}, or None to round once, got {via}")
     if powers and scales.kind != "fp32":
         raise ValueError(f"the scales of {format} are powers of two: leave power_of_two_scales out")
+
+
+def _check_residual(x: torch.Tensor, residual: Any) -> None:
+    if residual is None:
+        return
+    if not isinstance(residual, torch.Tensor):
+        raise TypeError(f"residual must be a torch.Tensor, got {type(residual).__name__}")
+    alike = residual.shape == x.shape and residual.dtype == x.dtype
+    if not alike or residual.device != x.device:
+        raise ValueError(
+            f"residual must be like x, {x.dtype} of shape {tuple(x.shape)} on {x.device}, got "
+            f"{residual.dtype} of shape {tuple(residual.shape)} on {residual.device}"
+        )
 
 
 class QuantizedPackage(QuantizedFunctions):

@@ -15,8 +15,9 @@ from .differentiable import differentiable_backward
 from .library import Served, define
 from .row_nodes import applied, is_ours
 
-Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-"""y8, its scales, rstd, and y, without elements where a call does not keep it."""
+Results = tuple[torch.Tensor, ...]
+"""y8, its scales, rstd, and y, without elements where a call does not keep it; with a residual also
+the sum that was normalized."""
 Gradients = tuple["torch.Tensor | None", "torch.Tensor | None"]
 """dx, and dw where there is a weight."""
 
@@ -37,7 +38,13 @@ class Call(NamedTuple):
 class QuantizedNorms(Protocol):
     """The interface of what computes a package's quantized norms."""
 
-    def forward(self, x: torch.Tensor, weight: torch.Tensor | None, call: Call) -> Results: ...
+    def forward(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        call: Call,
+        residual: torch.Tensor | None = None,
+    ) -> Results: ...
 
     def backward(
         self,
@@ -47,6 +54,9 @@ class QuantizedNorms(Protocol):
         rstd: torch.Tensor,
         eps: float,
         offset: float,
+        need_dx: bool,
+        need_dw: bool,
+        dresidual: torch.Tensor | None = None,
     ) -> Gradients: ...
 
     def backward_quantized(self, given: Any, call: Any) -> Any: ...
@@ -64,6 +74,11 @@ def _run(x: Any, weight: Any, *given: Any) -> Any:
     return SERVED(package).forward(x, weight, Call(*call))
 
 
+def _run_of_sum(x: Any, residual: Any, weight: Any, *given: Any) -> Any:
+    *call, package = given
+    return SERVED(package).forward(x, weight, Call(*call), residual)
+
+
 def _fake(x: Any, weight: Any, *given: Any) -> Any:
     *others, _ = given
     call = Call(*others)
@@ -74,6 +89,10 @@ def _fake(x: Any, weight: Any, *given: Any) -> Any:
         x.new_empty((*x.shape[:-1], 1), dtype=wide_dtype(x)),
         x.new_empty(x.shape if call.keep_y else 0),
     )
+
+
+def _fake_of_sum(x: Any, residual: Any, weight: Any, *given: Any) -> Any:
+    return *_fake(x, weight, *given), x.new_empty(x.shape)
 
 
 def _run_backward(*given: Any) -> tuple[torch.Tensor, ...]:
@@ -89,12 +108,16 @@ def _fake_backward(*given: Any) -> tuple[torch.Tensor, ...]:
     return x.new_empty(x.shape if need_dx else 0), dw
 
 
-rms_norm_quantized_forward = define(
-    "rms_norm_quantized",
-    "(Tensor x, Tensor? weight, float eps, float weight_offset, str format, bool keep_y,"
-    " bool rounded, bool powers, str package) -> (Tensor, Tensor, Tensor, Tensor)",
-    _run,
-    _fake,
+_CALL = (
+    "Tensor? weight, float eps, float weight_offset, str format, bool keep_y, bool rounded,"
+    " bool powers, str package) -> (Tensor, Tensor, Tensor, Tensor"
+)
+rms_norm_quantized_forward = define("rms_norm_quantized", f"(Tensor x, {_CALL})", _run, _fake)
+add_rms_norm_quantized_forward = define(
+    "add_rms_norm_quantized",
+    f"(Tensor x, Tensor residual, {_CALL}, Tensor)",
+    _run_of_sum,
+    _fake_of_sum,
 )
 rms_norm_quantized_backward = define(
     "rms_norm_quantized_backward",
@@ -112,8 +135,11 @@ def numbers_of(operation: RowOperation, call: Any) -> dict[str, float]:
     return {name: float(one) if isinstance(one, bool) else one for name, one in found.items()}
 
 
-def formula(x: Any, weight: Any, call: Call) -> Results:
-    """Compute a call by PyTorch's operators. y is differentiable."""
+def formula(x: Any, weight: Any, call: Call, residual: Any = None) -> Results:
+    """Compute a call by PyTorch's operators. y and the sum with a residual are differentiable."""
+    if residual is not None:
+        total = x + residual
+        return *formula(total, weight, call), total
     operation = FORMATS[call.form]
     given = {"x": x, "weight": weight, **numbers_of(operation, call)}
     found = evaluate(operation, given, offset=call.offset)
@@ -123,56 +149,70 @@ def formula(x: Any, weight: Any, call: Call) -> Results:
     return y8, scales, rstd, found["y"].to(x.dtype) if call.keep_y else nothing
 
 
-def _forward(x: Any, weight: Any, call: Call, package: str) -> Results:
+def _forward(x: Any, residual: Any, weight: Any, call: Call, package: str) -> Results:
     """Compute a call without gradients, of tensors that `is_ours` has seen."""
     found: Results
-    if is_dynamo_compiling() or watched() or not all(map(is_plain, (x, weight))):
+    if not (is_dynamo_compiling() or watched()) and all(map(is_plain, (x, residual, weight))):
+        found = SERVED(package).forward(x, weight, call, residual)
+    elif residual is None:
         found = rms_norm_quantized_forward(x, weight, *call, package)
     else:
-        found = SERVED(package).forward(x, weight, call)
+        found = add_rms_norm_quantized_forward(x, residual, weight, *call, package)
     return found
 
 
 class QuantizedNode(torch.autograd.Function):
-    """A call of `_forward` that keeps y, through which gradients flow."""
+    """A call of `_forward` whose y, or whose sum with a residual, gradients flow through."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, weight: Any, *given: Any) -> Results:
+    def forward(ctx: Any, x: Any, residual: Any, weight: Any, *given: Any) -> Results:
         *call, ctx.package = given
-        y8, scales, rstd, y = _forward(x, weight, Call(*call), ctx.package)
-        ctx.save_for_backward(x, weight, rstd)
-        ctx.eps, ctx.offset, *_ = call
+        y8, scales, rstd, *wide = _forward(x, residual, weight, Call(*call), ctx.package)
+        ctx.save_for_backward(x if residual is None else wide[-1], weight, rstd)
+        ctx.eps, ctx.offset, ctx.keep_y = call[0], call[1], call[3]
         ctx.mark_non_differentiable(y8, scales, rstd)
         ctx.set_materialize_grads(False)
-        return y8, scales, rstd, y
+        return y8, scales, rstd, *wide
 
     @staticmethod
     def backward(ctx: Any, *given: Any) -> tuple[Any, ...]:
-        dy = given[-1]
-        nothing = (None,) * (len(Call._fields) + 1)
-        if dy is None:
-            return None, None, *nothing
+        dy, *others = given[3:]
+        dtotal = others[0] if others else None
         x, weight, rstd = ctx.saved_tensors
-        needs = ctx.needs_input_grad[:2]
-        if not is_dynamo_compiling() and (
-            torch.is_grad_enabled() or transforms_active() or is_batched(dy)
-        ):
-            dx, dw = differentiable_backward(dy, x, weight, ctx.eps, ctx.offset, None, *needs)
-        else:
-            call = (dy, x, weight, rstd, ctx.eps, ctx.offset, *needs)
-            if is_dynamo_compiling() or watched() or not is_plain(dy):
-                dx, dw = rms_norm_quantized_backward(*call, ctx.package)
-            else:
-                dx, dw = SERVED(ctx.package).backward(*call)
-        return dx if needs[0] else None, dw if needs[1] else None, *nothing
+        needs_x, needs_residual, needs_dw = ctx.needs_input_grad[:3]
+        needs = (needs_x or needs_residual, needs_dw)
+        dx, dw = dtotal, None
+        if dy is not None and ctx.keep_y:
+            dx, dw = _gradients(ctx, (dy, x, weight, rstd), needs, dtotal)
+        given_on = dx if needs_x else None, dx if needs_residual else None, dw if needs_dw else None
+        return *given_on, *(None,) * (len(Call._fields) + 1)
 
 
-def quantized_norm(x: Any, weight: Any, call: Call, package: str) -> Results:
+def _gradients(ctx: Any, given: Any, needs: Any, dtotal: Any) -> Gradients:
+    """Return dx and dw of dy, x, the weight and rstd. dtotal: the gradient that reaches x by
+    another way."""
+    dy, x, weight, rstd = given
+    need_dx, need_dw = needs
+    if not is_dynamo_compiling() and (
+        torch.is_grad_enabled()
+        or transforms_active()
+        or is_batched(dy)
+        or (dtotal is not None and is_batched(dtotal))
+    ):
+        return differentiable_backward(dy, x, weight, ctx.eps, ctx.offset, dtotal, *needs)
+    call = (dy, x, weight, rstd, ctx.eps, ctx.offset, need_dx, need_dw)
+    if not (is_dynamo_compiling() or watched()) and is_plain(dy) and is_plain(dtotal):
+        return SERVED(ctx.package).backward(*call, dtotal)
+    dx, dw = rms_norm_quantized_backward(*call, ctx.package)
+    return dx if dtotal is None or not need_dx else dx + dtotal, dw
+
+
+def quantized_norm(x: Any, weight: Any, call: Call, package: str, residual: Any = None) -> Results:
     """Compute `formula` as a package serves it; by PyTorch's operators where it does not."""
-    if not is_ours(x, weight):
-        return formula(x, weight, call)
-    if call.keep_y and torch.is_grad_enabled():
-        found: Results = applied(QuantizedNode, x, weight, *call, package)
+    if not is_ours(x, weight, residual):
+        return formula(x, weight, call, residual)
+    if (call.keep_y or residual is not None) and torch.is_grad_enabled():
+        found: Results = applied(QuantizedNode, x, residual, weight, *call, package)
         return found
     with torch.no_grad():
-        return _forward(x, weight, call, package)
+        return _forward(x, residual, weight, call, package)

@@ -195,7 +195,7 @@ class ForwardKernels:
 
     def may_serve(self, x: torch.Tensor) -> bool:
         """Return False if there are no kernels for rows like x."""
-        return x.is_cuda and x.dtype in DTYPES and x.numel() > 0 and not self.missing
+        return self.server.may_serve(x)
 
     def warmup(self, shapes: Iterable[tuple[int, int, str, str]]) -> None:
         """Load the kernels of some shapes on the current CUDA device, as `Forward.warmup` does.

@@ -10,7 +10,12 @@ from .layernorm_backward import LAYERNORM_BACKWARD
 from .layernorm_forward import LAYERNORM_FORWARD
 from .rmsnorm_add_forward import RMSNORM_ADD_FORWARD
 from .rmsnorm_backward import RMSNORM_BACKWARD
-from .rmsnorm_quantized import FORMATS, RMSNORM_FP8_FORWARD, RMSNORM_MXFP8_FORWARD
+from .rmsnorm_quantized import (
+    FORMATS,
+    RMSNORM_FP8_FORWARD,
+    RMSNORM_MXFP8_FORWARD,
+    STREAM_FORMATS,
+)
 from .rmsnorm_quantized_backward import BACKWARD_FORMATS
 from .rmsnorm_rope import RMSNORM_ROPE_BACKWARD, RMSNORM_ROPE_FORWARD
 from .rmsnorm_sum_backward import GRADIENTS, RMSNORM_SUM_BACKWARDS
@@ -44,7 +49,9 @@ ROTATED = (RMSNORM_ROPE_BACKWARD.name, RMSNORM_ROPE_FORWARD.name, ROPE.name)
 SUMMED = tuple(operation.name for operation in RMSNORM_SUM_BACKWARDS.values())
 """The backwards of RMSNorm whose gradient is a sum, by name."""
 
-QUANTIZED = tuple(o.name for some in (FORMATS, BACKWARD_FORMATS) for o in some.values())
+QUANTIZED = tuple(
+    o.name for some in (FORMATS, BACKWARD_FORMATS, STREAM_FORMATS) for o in some.values()
+)
 """The operations of RMSNorm, and of its backward, that are quantized to FP8, by name."""
 
 OPERATIONS: dict[str, RowOperation] = {
@@ -62,6 +69,7 @@ OPERATIONS: dict[str, RowOperation] = {
         ROPE,
         *FORMATS.values(),
         *BACKWARD_FORMATS.values(),
+        *STREAM_FORMATS.values(),
         *RMSNORM_SUM_BACKWARDS.values(),
     )
 }
@@ -102,6 +110,7 @@ __all__ = [
     "RMSNORM_SUM_BACKWARDS",
     "ROPE",
     "ROTATED",
+    "STREAM_FORMATS",
     "SUMMED",
     "RowOperation",
     "Signature",

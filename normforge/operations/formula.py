@@ -43,8 +43,12 @@ def in_dtype(
     of the call as they are. offset: is added to the columns that are a factor."""
     shape = tensors[signature.early[0].name].shape
     given: dict[str, Any] = {}
+    if (stream := signature.stream) is not None:
+        given[stream.name] = _sum(*(tensors[name] for name in stream.sum_of)).to(compute)
     for tensor in signature.inputs:
         found: Any = tensors.get(tensor.name)
+        if tensor.name not in signature.of_terms:
+            continue
         if tensor.added:
             given[tensor.name] = 0.0 if found is None else found.to(compute)
         elif tensor.role == "columns":
@@ -53,9 +57,15 @@ def in_dtype(
             given[tensor.name] = found.to(compute).reshape(*shape[:-1], 1)
         elif tensor.role in ("number", "flag"):
             given[tensor.name] = found
-        elif not tensor.late:
+        else:
             given[tensor.name] = found.to(compute)
     return given
+
+
+def _sum(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return the sum of two tensors of rows as kernels round it: once, to their dtype."""
+    wide = wide_dtype(one)
+    return (one.to(wide) + other.to(wide)).to(one.dtype)
 
 
 def quantize(

@@ -5,7 +5,8 @@ Report", 2024, 3.3.2), and `mxfp8_1x32` powers of two for 32 columns, as the OCP
 Formats (MX) specification 1.0 says (5.1, 6.3).
 
 What is quantized is y = x * rstd * w in fp32, or, as by a recipe on top of a norm, y rounded to x's
-dtype. The functions here say how, in PyTorch: kernels give their bits.
+dtype. The functions here say how, in PyTorch: kernels give their bits. The forward with a residual
+first adds the stream, h = x + r, in fp32 and rounded once, and normalizes that.
 """
 
 from __future__ import annotations
@@ -15,7 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 from .row_operation import Quantized, RowOperation, Terms
 from .signature import Signature
-from .tensor import Tensor, columns, number, quantized, row_out, rows, rows_out, scales
+from .tensor import (
+    Tensor,
+    columns,
+    number,
+    quantized,
+    row_out,
+    rows,
+    rows_out,
+    scales,
+    summed_rows,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -88,13 +99,21 @@ def _terms_1x128(x: Any, weight: Any, eps: float, rounded: float, powers: float)
     return _terms(x, weight, eps, rounded)
 
 
-def _signature(block: int, kind: str, *options: Tensor) -> Signature:
+def _terms_of_stream(
+    h: torch.Tensor, weight: torch.Tensor | float, eps: float, rounded: float, powers: float
+) -> Terms:
+    """Return the terms of y and rstd of h, and h, the sum of x and r."""
+    return {**_terms(h, weight, eps, rounded), "h": (h,)}
+
+
+def _signature(block: int, kind: str, *options: Tensor, stream: bool = False) -> Signature:
     """Return the tensors of a format. rounded: 1 where what is quantized is y rounded to its
-    dtype, else 0."""
+    dtype, else 0. stream: whether x is first added to the residual stream r."""
     return Signature(
-        rows("x"),
+        *((rows("x"), rows("r")) if stream else (rows("x"),)),
         columns("weight"),
         rows_out("y", extra=True),
+        *((summed_rows("h", "x", "r"),) if stream else ()),
         quantized("y8"),
         scales("y_scales", block, kind),
         row_out("rstd"),
@@ -118,5 +137,13 @@ RMSNORM_MXFP8_FORWARD = RowOperation(
     terms=_terms,
     quantize=_quantize_mx,
 )
+RMSNORM_FP8_RESIDUAL_FORWARD = RowOperation(
+    name="rmsnorm_fp8_residual_forward",
+    signature=_signature(128, "fp32", number("powers"), stream=True),
+    terms=_terms_of_stream,
+    quantize=_quantize_1x128,
+)
 FORMATS = {"fp8_1x128": RMSNORM_FP8_FORWARD, "mxfp8_1x32": RMSNORM_MXFP8_FORWARD}
 """The operations by the format that they give."""
+STREAM_FORMATS = {"fp8_1x128": RMSNORM_FP8_RESIDUAL_FORWARD}
+"""Those that add a residual stream before."""

@@ -28,9 +28,9 @@ class RowOperation:
     together.
 
     name: also of its template and its kernel. terms: takes the inputs by name, but for rows that
-    are added, in fp32 or float64: rows as (..., N), numbers of a row as (..., 1), columns as (N,),
-    numbers as they are; it returns Terms, is differentiable, and is the operation's formula and its
-    reference.
+    are added, and a sum of inputs in the place of these, in fp32 or float64: rows as (..., N),
+    numbers of a row as (..., 1), columns as (N,), numbers as they are; it returns Terms, is
+    differentiable, and is the operation's formula and its reference.
     forward: the operation whose backward this is, in PyTorch: takes the tensors that `gradients`
     names and returns the result and, by name, the inputs that it saves for the backward. gradients:
     by argument of `forward`, the output that is its gradient. incoming: how many gradients come in,
@@ -59,7 +59,7 @@ class RowOperation:
         if not re.fullmatch("[a-z][a-z0-9_]*", self.name):
             yield "a name has small letters, digits and underscores"
         signature = self.signature
-        needed = [tensor.name for tensor in signature.inputs if not tensor.late]
+        needed = [*signature.of_terms]
         for name, function in (("terms", self.terms), ("magnitudes", self.magnitudes)):
             takes = list(inspect.signature(function).parameters) if function else needed
             if sorted(takes) != sorted(needed):

@@ -78,6 +78,8 @@ class Signature:
                 f"{self.scales.name} are fp32 or e8m0, of blocks of at least 16 columns, got "
                 f"{self.scales.kind} of {self.scales.block}"
             )
+        if odd := [t.name for t in self.tensors if t.sum_of and not self._is_sum(t)]:
+            yield f"{odd[0]} is the sum of two tensors of rows that are read early: name these"
         if len(self.late) > 1 or len(self.copies) > 1:
             yield "a row kernel adds one tensor of rows at most, and copies one output at most"
 
@@ -197,6 +199,24 @@ class Signature:
     @cached_property
     def copies(self) -> tuple[Tensor, ...]:
         return tuple(tensor for tensor in self.tensors if tensor.copy_of)
+
+    @cached_property
+    def stream(self) -> Tensor | None:
+        """The output that is a sum of inputs, which the terms are of."""
+        return next((tensor for tensor in self.tensors if tensor.sum_of), None)
+
+    def _is_sum(self, tensor: Tensor) -> bool:
+        early = [one.name for one in self.early]
+        return len(set(tensor.sum_of)) == 2 and set(tensor.sum_of) <= {*early}
+
+    @cached_property
+    def of_terms(self) -> tuple[str, ...]:
+        """The names of what an operation's terms take: the inputs, but those that are added to the
+        first output, and a sum of inputs in the place of these."""
+        stream = self.stream
+        summed = () if stream is None else stream.sum_of
+        needed = [t.name for t in self.inputs if not t.late and t.name not in summed]
+        return (*needed, *(() if stream is None else (stream.name,)))
 
     @cached_property
     def sums(self) -> Tensor | None:

@@ -43,6 +43,7 @@ class Tensor:
     it is written for calls alone that ask for it. block: of scales, the columns that share one.
     kind: of what is quantized and of scales, what an element is: e4m3, fp32, or the power of two of
     e8m0. added: of columns, whether they are zeros where a call does without them, and not ones.
+    sum_of: of an output, the inputs whose sum it is.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Tensor:
     block: int = 0
     kind: str = ""
     added: bool = False
+    sum_of: tuple[str, ...] = ()
 
     @property
     def cpp(self) -> str:
@@ -135,6 +137,12 @@ def rows_out(
     `packed` ones also as the heads of a packed tensor. `extra` ones are written for calls alone
     that ask for them."""
     return Tensor(name, "rows", output=True, note=note, packed=packed, extra=extra)
+
+
+def summed_rows(name: str, *of: str, note: str = "null: not wanted") -> Tensor:
+    """The sum of two tensors of rows that are read early, added in fp32 and rounded once. An
+    operation's terms are of this sum as it is rounded, and take it in the place of the two."""
+    return Tensor(name, "rows", output=True, note=note, sum_of=of)
 
 
 def quantized(name: str, note: str = "null: not wanted") -> Tensor:

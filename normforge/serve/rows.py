@@ -102,12 +102,15 @@ class RowServer:
         for rows, one in zip(x.unbind(-2), columns, strict=True):
             recorder.count(self.operation.name, rows, one, offset != 0)
 
+    def may_serve(self, x: torch.Tensor) -> bool:
+        """Return False if there are no kernels for rows like x."""
+        return x.is_cuda and x.numel() > 0 and x.dtype in DTYPES and not self.missing
+
     def is_without_kernels(self, x: torch.Tensor) -> bool:
         """Return True if the formula serves all rows like x. Warns where a GPU has no kernels."""
-        served = x.device.type == "cuda" and x.numel() > 0 and x.dtype in DTYPES
-        if served and self.missing:
+        if x.is_cuda and x.numel() > 0 and x.dtype in DTYPES and self.missing:
             self._warn_of(self.missing)
-        return not served or bool(self.missing)
+        return not self.may_serve(x)
 
     def explain(
         self, M: int, N: int, dtype: Dtype, weight_dtype: Dtype = "", **options: Any

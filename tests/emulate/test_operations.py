@@ -274,6 +274,11 @@ PLANTED: dict[str, list[tuple[str, str, str]]] = {
         ("args.rounded != 0.0f", "true", r"y8\[.*off"),
         ("args.powers != 0.0f", "true", r"y_scales\[.*off"),
     ],
+    "rmsnorm_fp8_residual_forward": [
+        ("return element<Element>(&word, 0);", "return total;", r"y8\[.*off"),  # not rounded
+        ("out_h[i] = rounded_sum(", "out_h[i] = __fmul_rn(", r"h\[.*off"),
+        ("const float total = rounded_sum(", "const float total = __fmul_rn(", r"rstd\[.*off"),
+    ],
 }
 SHAPES = {"layernorm_forward": "42x1000:bf16", "rmsnorm_fp8_forward": "42x2048:bf16"}
 """Rows with threads that have no elements, and with two vectors a thread, for bugs of these."""

@@ -52,6 +52,8 @@ from tests.support.samples import DTYPES, sample_variant
 
 CPU = torch.device("cpu")
 NAMES = sorted(OPERATIONS)
+QUANTIZED_FORWARDS = [one for one in RMSNORM_QUANTIZED if one.name.endswith("forward")]
+QUANTIZED_BACKWARDS = [one for one in RMSNORM_QUANTIZED if one.name.endswith("backward")]
 SHAPES = ("6x40:bf16", "5x33:fp16:fp32", "7x16:fp32", "6x40:bf16+residual", "3x8:fp16+offset")
 any_problem = st.integers(1, 10**5).flatmap(
     lambda M: st.builds(
@@ -150,9 +152,11 @@ def quantized(operation: Operation, inputs: Any) -> dict[str, torch.Tensor]:
     """Compute the outputs in float64, rounded once, and quantize the first one by the format's
     function in PyTorch."""
     dtype, weight = inputs.x.dtype, inputs.weight.double() + inputs.offset
-    if operation in RMSNORM_QUANTIZED[:2]:
-        y, rstd = reference_forward(inputs.x.double(), weight, inputs.eps)
+    if operation in QUANTIZED_FORWARDS:
+        rows = inputs.x + inputs.r if operation.signature.stream else inputs.x
+        y, rstd = reference_forward(rows.double(), weight, inputs.eps)
         first, found = y, {"rstd": rstd.flatten().float()}
+        found |= {"h": rows} if operation.signature.stream else {}
     else:
         given = (inputs.dy.double(), inputs.x.double(), inputs.rstd.double(), weight)
         first, dw, *_ = reference_backward(*given)
@@ -290,7 +294,7 @@ def test_bounds_of_what_is_quantized_are_those_of_the_numbers_of_the_call(
     assert compare_all(other, bounds).fault != ""
 
 
-@pytest.mark.parametrize("operation", RMSNORM_QUANTIZED[2:], ids=lambda operation: operation.name)
+@pytest.mark.parametrize("operation", QUANTIZED_BACKWARDS, ids=lambda operation: operation.name)
 def test_a_dx_that_cancels_may_be_off_by_its_terms(operation: Operation) -> None:
     """The residual's gradient takes nearly all of dx back, so that fp32 arithmetic shows."""
     problem = problem_for(operation.name, "60x8:bf16+residual")
@@ -380,13 +384,14 @@ def test_with_a_residual_the_floor_moves_its_bytes_too(
     assert torch.equal(outputs["dx" if streams == 3 else "y"], torch.zeros(12, 40).bfloat16())
 
 
-@pytest.mark.parametrize("operation", RMSNORM_QUANTIZED[:2], ids=lambda operation: operation.name)
+@pytest.mark.parametrize("operation", QUANTIZED_FORWARDS, ids=lambda operation: operation.name)
 def test_the_floor_of_what_is_quantized_writes_over_nothing(operation: Operation) -> None:
     """Its output is narrower than what it reads, and y is not written."""
     problem = problem_for(operation.name, "6x2:bf16")
     inputs, outputs = tensors_of(operation, problem)
-    assert outputs.keys() == {"y8", "y_scales", "rstd"}
-    assert operation.traffic_bytes(problem) == 3 * problem.M * problem.N
+    stream = operation.signature.stream is not None
+    assert outputs.keys() == {"y8", "y_scales", "rstd", *(["h"] if stream else [])}
+    assert operation.traffic_bytes(problem) == (7 if stream else 3) * problem.M * problem.N
     before = inputs.x.clone()
     moved = operation.floor(problem, inputs, outputs)()
     assert isinstance(moved, torch.Tensor)

@@ -26,12 +26,14 @@ from normforge.operations.tensor import (
     columns,
     copied_rows,
     group,
+    number,
     quantized,
     row,
     row_out,
     rows,
     rows_out,
     scales,
+    summed_rows,
     sums,
 )
 
@@ -110,6 +112,16 @@ REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
         (*FINE, quantized("q"), scales("s", 8, "fp32")),
         {},
         "s are fp32 or e8m0, of blocks of at least 16 columns, got fp32 of 8",
+    ),
+    "a sum of what is read late": (
+        (*FINE, added_rows("b", "residual"), summed_rows("h", FINE[0].name, "b")),
+        {},
+        "h is the sum of two tensors of rows that are read early: name these",
+    ),
+    "a sum of one": (
+        (*FINE, summed_rows("h", FINE[0].name, FINE[0].name)),
+        {},
+        "h is the sum of two tensors of rows that are read early: name these",
     ),
     "less than no row sum": (FINE, {"row_sums": -1}, "0 to 4 row sums, got -1"),
     "too many row sums": (FINE, {"row_sums": 5}, "0 to 4 row sums, got 5"),
@@ -193,6 +205,15 @@ def test_a_signature_knows_what_is_quantized() -> None:
     assert (eighths.cpp, their_scales.cpp) == ("unsigned char* q;", "float* s;")
     assert scales("s", 32, "e8m0").cpp == "unsigned char* s;"
     assert (Signature(*FINE).quantized, Signature(*FINE).scales) == (None, None)
+
+
+def test_a_signature_knows_the_sum_that_its_terms_are_of() -> None:
+    other, total = rows("b"), summed_rows("h", FINE[0].name, "b")
+    signature = Signature(*FINE, other, total, number("eps"))
+    assert signature.stream is total and signature.outputs == (FINE[1], total)
+    assert signature.of_terms == ("eps", "h")
+    late = Signature(*FINE, columns("g"), added_rows("b", "residual"))
+    assert late.stream is None and late.of_terms == (FINE[0].name, "g")
 
 
 def test_a_signature_made_from_another_one_differs_in_what_is_said() -> None:

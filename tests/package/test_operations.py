@@ -38,6 +38,7 @@ from normforge.operations import (
     RMSNORM_SUM_BACKWARDS,
     ROPE,
     ROTATED,
+    STREAM_FORMATS,
 )
 from normforge.packages import open_package
 from normforge.table import Table
@@ -111,6 +112,17 @@ def use_quantized(package: Any, **format: str) -> list[Any]:
     x, weight = torch.randn(2, 5, 128, requires_grad=True), torch.rand(128, requires_grad=True)
     found = package.rms_norm_quantized(x, weight, 1e-6, keep_y=True, weight_offset=1.0, **format)
     return [*found, *torch.autograd.grad(found[3].square().sum(), (x, weight))]
+
+
+def use_quantized_sum(package: Any, **format: str) -> list[Any]:
+    import torch
+
+    torch.manual_seed(0)
+    x, r = (torch.randn(2, 5, 128).bfloat16().requires_grad_() for _ in range(2))
+    given = (x, torch.rand(128).bfloat16())
+    found = package.rms_norm_quantized(*given, residual=r, keep_y=True, weight_offset=1.0)
+    gradients = torch.autograd.grad((found[3] * found[4]).sum(), [x, r])
+    return [*found, *gradients, *package.rms_norm_quantized(*given, residual=r)]
 
 
 def use_quantized_backward(package: Any, **format: str) -> list[Any]:
@@ -213,6 +225,10 @@ KINDS = {
     **{
         one.name: Kind(quantized, use_quantized, {"format": format}, format=format)
         for format, one in FORMATS.items()
+    },
+    **{
+        one.name: Kind(quantized, use_quantized_sum, {}, format=format, residual="bf16")
+        for format, one in STREAM_FORMATS.items()
     },
     **{
         one.name: Kind(

@@ -292,7 +292,7 @@ def test_a_gradient_that_nobody_wants_is_not_computed(
 
     def recorded(self: Any, *given: Any) -> Any:
         found = backward(self, *given)
-        asked.append((*given[-2:], *(one is not None for one in found)))
+        asked.append((*given[6:8], *(one is not None for one in found)))
         return found
 
     monkeypatch.setattr(QuantizedFunctions, "backward", recorded)
