@@ -240,6 +240,7 @@ def _choose(operation: str) -> NormPackage:
     if operation == "rmsnorm_backward":
         made.gated = made.ops.gated = "normforge.gated_packages"
         made.ops.rotated = "normforge.rope_packages"
+        made.ops.quantized = "normforge.quantized_packages"
         made.add_by(partial(source_by_gpu, NormAddPackage.operation))
         made.add_gradients_by(source_by_gpu)
     if operation == "layernorm_backward":
@@ -275,8 +276,7 @@ def open_package(file: str, module: str, operation: str) -> Any:
 
 
 def open_named(name: str, known: Collection[str]) -> Any:
-    """The functions of a package here, by its name `<gpu>/<operation>`. known: the operations that
-    it may be of. Raises LookupError."""
+    """Return the functions of package `<gpu>/<operation>`, one of `known`. Raises LookupError."""
     gpu, _, operation = name.rpartition("/")
     if operation not in known:
         raise LookupError(name)

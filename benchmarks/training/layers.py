@@ -10,7 +10,8 @@ their neighbours by `patch(fuse=True)` under Inductor (`fused`), and this and th
 `autotuned` and `both_autotuned` are Inductor and `both` with max-autotune, which takes minutes. Not
 compiled: the model as it is (`eager`), `eager_patched` and `eager_fused`. For each the command
 prints milliseconds of all kernels of a step and of those beside products and attention, then the
-latter by name. --out keeps all of it in a file. Needs transformers and a GPU.
+latter by name. --fp8 lets linear layers multiply in FP8, in blocks of 128 columns. --out keeps all
+of it in a file. Needs transformers and a GPU.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.command import OPTIONS
 from benchmarks.gpu import open_session, target_of
 from benchmarks.results import machine, module_facts, write_json
+from benchmarks.training.fp8_linear import multiply_in_fp8
 from benchmarks.training.layer_models import KINDS, MODELS, NAMES
 from benchmarks.training.steps import TOKENS
 from generator.evaluate.gpu.order import balanced_orders
@@ -185,11 +187,15 @@ def report(model: str, way: str, steps: Iterable[Kernels]) -> str:
     return "\n".join(lines)
 
 
-def measure(model: str, ways: list[str], length: int, rounds: int) -> dict[str, list[Kernels]]:
+def measure(
+    model: str, ways: list[str], length: int, rounds: int, fp8: bool
+) -> dict[str, list[Kernels]]:
     """Return the kernels of every step of a model's layer, `rounds` or a few more under each way,
     which take turns in a balanced order."""
     torch.manual_seed(0)
     layer = Layer(model, length, MODELS[model], "cuda")
+    if fp8:
+        multiply_in_fp8(layer)
     shape = (TOKENS // length, length, MODELS[model]["hidden_size"])
     x, dy = (torch.randn(shape, device="cuda").bfloat16() for _ in range(2))
     x.requires_grad_()
@@ -215,6 +221,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--ways", default=",".join(WAYS), help=f"of {','.join(WAYS)}")
     parser.add_argument("--length", type=int, default=4096, help="of a sequence")
     parser.add_argument("--rounds", type=int, default=12, help="least steps of each way")
+    parser.add_argument("--fp8", action="store_true", help="multiply in FP8")
     parser.add_argument("--out", **OPTIONS["out"])
     args = parser.parse_args(argv)
     models, ways = args.models.split(","), args.ways.split(",")
@@ -223,10 +230,11 @@ def main(argv: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         parser.error("this needs a GPU")
     layers: dict[str, dict[str, Any]] = {}
-    document = {"environment": environment(args.length), "layers": layers} if args.out else None
+    facts = {**environment(args.length), "fp8": args.fp8} if args.out else {}
+    document = {"environment": facts, "layers": layers} if args.out else None
     for model in models:
         layers[model] = {}
-        for way, steps in measure(model, ways, args.length, args.rounds).items():
+        for way, steps in measure(model, ways, args.length, args.rounds, args.fp8).items():
             print(report(model, way, steps), flush=True)
             whole, others, by_name = summary(steps)
             layers[model][way] = {"ms": whole, "others_ms": others, "kernels": by_name}

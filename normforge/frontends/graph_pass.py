@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import GraphModule, Node
 
-from .additions import fold_additions
 from .complex_rotations import fuse_complex_rotations
 from .decomposed import replace_decomposed
 from .gates import fuse_gates
@@ -30,6 +29,7 @@ from .layouts import ask_for_layouts
 from .left import write_out
 from .library import VERSION, namespace
 from .operators import NormOperators, Operators
+from .quantizations import fold_beside
 from .rotations import fuse_rotations
 from .routes import MARK, getitems, is_tiny
 from .worth import Worth
@@ -85,19 +85,21 @@ def tag(
 
 
 class Counts(NamedTuple):
-    """The numbers of norms, of norms that are written out, and of additions before or after them,
-    whose nodes a package was given."""
+    """The numbers of norms, of norms that are written out, and of additions and quantizations
+    beside them, whose nodes a package was given."""
 
     norms: int = 0
     written_out: int = 0
     additions: int = 0
+    quantizations: int = 0
 
     def tell(self, operators: NormOperators) -> None:
         if any(self):
             served = operators.package or namespace
             others = f" and {self.written_out} written-out ones" if self.written_out else ""
-            given = (self.norms, operators.layer, others, served, self.additions)
-            _log.info("gave %d %s nodes%s to %s; additions folded: %d", *given)
+            more = f"; quantizations: {self.quantizations}" if self.quantizations else ""
+            given = (self.norms, operators.layer, others, served, self.additions, more)
+            _log.info("gave %d %s nodes%s to %s; additions folded: %d%s", *given)
 
 
 def route(
@@ -107,8 +109,8 @@ def route(
     written_out_only: bool = False,
     is_routed: Callable[..., bool] | None = None,
 ) -> GraphModule:
-    """Replace every norm over the last dimension by the operators of a package, together with the
-    additions that `fold_additions` folds into them. written_out_only: only what
+    """Replace every norm over the last dimension by the operators of a package, together with
+    what `fold_beside` folds into them. written_out_only: only what
     `replace_decomposed` finds, and no addition; is_routed: as there."""
     counts = []
     for each in graph_modules(module):
@@ -132,7 +134,8 @@ def route_graph(graph: torch.fx.Graph, operators: NormOperators) -> Counts:
         target: Any = node.target
         route_node = operators.routes.get(target._schema.name)
         norms += route_node is not None and route_node(node, operators)
-    counts = Counts(norms, additions=fold_additions(graph, operators))
+    additions, quantizations = fold_beside(graph, operators)
+    counts = Counts(norms, additions=additions, quantizations=quantizations)
     if any(counts):
         graph.lint()
     return counts

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-_PLACE = ("custom", "recompute", "ac_graph_id", "partitioner_tag")
+HALF = "partitioner_tag"
+"""The key of AOTAutograd's mark of the nodes of a backward."""
+_PLACE = ("custom", "recompute", "ac_graph_id", HALF)
 """Keys that other passes and users write into meta, to say on which stream, in which region and in
 which half of a step a node runs, and whether it runs again in the backward."""
 VALUES = ("val", "example_value", "tensor_meta")
@@ -59,9 +61,11 @@ def may_train(graph: torch.fx.Graph, given: Iterable[Any]) -> bool:
     return torch.is_grad_enabled() or any(node.target is switch for node in graph.nodes)
 
 
-def in_one_place(nodes: Iterable[Node]) -> bool:
-    """Return True if nodes are marked alike: the same stream, region, pass and recomputation."""
-    first, *others = ([node.meta.get(key) or None for key in _PLACE] for node in nodes)
+def in_one_place(nodes: Iterable[Node], but: str = "") -> bool:
+    """Return True if nodes are marked alike: the same stream, region, pass and recomputation. but:
+    a key that does not count."""
+    keys = [key for key in _PLACE if key != but]
+    first, *others = ([node.meta.get(key) or None for key in keys] for node in nodes)
     return all(other == first for other in others)
 
 

@@ -27,6 +27,7 @@ _VIEWS = (
     "cast",
     "halves",
     "unsqueezed",
+    "squeezed",
     "transposed",
     "permuted",
     "viewed",

@@ -1,4 +1,4 @@
-"""Lets plain torch.compile fold additions into the operators of packages.
+"""Lets plain torch.compile fold what stands beside norms into the operators of packages.
 
 Inductor has one place for a pass of somebody else. A pass that folds goes there, if it is free,
 when an operator is traced while Inductor is loaded. It changes graphs with operators of packages
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections import Counter
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -16,11 +17,11 @@ from typing import Any
 
 import torch
 
-from .additions import fold_additions
 from .layer_norm_operators import LayerNormOperators
 from .layouts import ask_for_layouts
 from .library import TRACED, VERSION, namespace
 from .operators import NormOperators, Operators
+from .quantizations import fold_beside, missing_quantized
 from .routes import arguments_of
 
 SLOT = "post_grad_custom_pre_pass"
@@ -33,25 +34,28 @@ _log = logging.getLogger(__name__)
 
 def missing_beside(operators: Any) -> list[str]:
     """Say which kernels there are that additions are folded for, beside the norm's own."""
-    return [getattr(getattr(operators, name, None), "missing", "") for name in _BESIDE]
+    found = [getattr(getattr(operators, name, None), "missing", "") for name in _BESIDE]
+    return [*found, *missing_quantized(operators)]
 
 
 def fold_all(graph: torch.fx.Graph) -> int:
-    """Fold the additions of a graph into the operators of whatever packages are in it. Returns how
-    many."""
-    folded = 0
+    """Fold what stands beside the norms of a graph into the operators of whatever packages are in
+    it. Returns how many."""
+    folded: Counter[str] = Counter()
     for norm in _NORMS:
         found = [node for node in graph.nodes if node.target in norm.all]
         for package in dict.fromkeys(arguments_of(node)["package"] for node in found):
             operators = norm.served(package)
             if operators.package == package:
-                folded += fold_additions(graph, operators)
+                kinds = ("additions", "quantizations")
+                folded.update(dict(zip(kinds, fold_beside(graph, operators), strict=True)))
         if found:
             ask_for_layouts(graph, norm)
-    if folded:
+    if folded.total():
         graph.lint()
-        _log.info("folded %d additions into norms", folded)
-    return folded
+    for what, count in (+folded).items():
+        _log.info("folded %d %s into norms", count, what)
+    return folded.total()
 
 
 @cache

@@ -210,9 +210,9 @@ class Operators(NormOperators):
     routes = RMS_NORM_ROUTES
     kinds = RMS_NORM
     served: ClassVar[Served[Operators]] = Served()
-    rotated = gated = ""
-    """The modules with `rms_norm_rope` and `rms_norm_gated`, into which a pass over a graph puts
-    norms; "" for none."""
+    rotated = gated = quantized = ""
+    """The modules with `rms_norm_rope`, `rms_norm_gated` and `rms_norm_quantized`, into which a
+    pass over a graph puts norms; "" for none."""
     rms_norm: ClassVar[Any]
     add_rms_norm: ClassVar[Any]
     rms_norm_and_add: ClassVar[Any]

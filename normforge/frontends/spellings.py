@@ -22,6 +22,7 @@ _SPELLINGS: dict[str, tuple[Any, ...]] = {
         "type_as",
         _aten._to_copy.default,
         _aten.to.dtype,
+        torch.ops.prims.convert_element_type.default,
     ),
     "square": ("square", torch.square, _aten.square.default),
     "power": ("pow", torch.pow, operator.pow, _aten.pow.Tensor_Scalar),
@@ -29,13 +30,24 @@ _SPELLINGS: dict[str, tuple[Any, ...]] = {
     "sum": ("add", torch.add, operator.add, _aten.add.Tensor, _aten.add.Scalar),
     "rsqrt": ("rsqrt", torch.rsqrt, _aten.rsqrt.default),
     "product": ("mul", torch.mul, operator.mul, _aten.mul.Tensor),
+    "quotient": ("div", torch.div, operator.truediv, _aten.div.Tensor, "true_divide"),
+    "reciprocal": ("reciprocal", torch.reciprocal, _aten.reciprocal.default),
+    "magnitude": ("abs", torch.abs, operator.abs, _aten.abs.default),
+    "largest": ("amax", torch.amax, _aten.amax.default),
+    "largest and place": ("max", torch.max, _aten.max.dim),
+    "clamped": (
+        *("clamp", torch.clamp, "clip", torch.clip, _aten.clamp.default),
+        *("clamp_min", torch.clamp_min, _aten.clamp_min.default),
+        *("clamp_max", torch.clamp_max, _aten.clamp_max.default),
+    ),
     "negation": ("neg", torch.neg, operator.neg, "negative", torch.negative),
     "sigmoid": ("sigmoid", torch.sigmoid, torch.nn.functional.sigmoid),
     "cosine": ("cos", torch.cos),
     "sine": ("sin", torch.sin),
     "joined": (torch.cat, torch.concat, torch.concatenate),
     "halves": ("chunk", torch.chunk),
-    "unsqueezed": ("unsqueeze", torch.unsqueeze),
+    "unsqueezed": ("unsqueeze", torch.unsqueeze, _aten.unsqueeze.default),
+    "squeezed": ("squeeze", torch.squeeze, _aten.squeeze.dim, _aten.squeeze.dims),
     "transposed": ("transpose", torch.transpose, "swapaxes", torch.swapaxes),
     "permuted": ("permute", torch.permute, _aten.permute.default),
     "viewed": (
@@ -49,6 +61,7 @@ _SPELLINGS: dict[str, tuple[Any, ...]] = {
         "unflatten",
         torch.unflatten,
         _aten.view.default,
+        _aten.reshape.default,
         _aten._unsafe_view.default,
     ),
     "complex": (torch.view_as_complex, _aten.view_as_complex.default),
@@ -63,9 +76,13 @@ _WITH_OPTIONS = (
     "joined",
     "halves",
     "unsqueezed",
+    "squeezed",
     "transposed",
     "viewed",
     "copied",
+    "largest",
+    "largest and place",
+    "clamped",
 )
 
 
@@ -102,9 +119,15 @@ def widened(node: Node) -> Node:
     source: Node | None = cast_of(node)
     if source is None:
         return node
-    before, behind = value_of(source).dtype, value_of(node).dtype
-    kept = before.is_floating_point and torch.promote_types(before, behind) == behind
-    return source if kept else node
+    return source if keeps_numbers(value_of(source).dtype, value_of(node).dtype) else node
+
+
+def keeps_numbers(before: torch.dtype, behind: torch.dtype) -> bool:
+    """Return True if a dtype has all the numbers of another one, which is floating. PyTorch does
+    not say so of FP8."""
+    if not before.is_floating_point or min(before.itemsize, behind.itemsize) < 2:
+        return False
+    return torch.promote_types(before, behind) == behind
 
 
 def other_factor(node: Any, other: Node) -> Any:

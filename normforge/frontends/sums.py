@@ -4,7 +4,6 @@ Gemma, become one operator of a package that has kernels for it."""
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -92,14 +91,14 @@ def terms_of(node: Any) -> tuple[Node, Node] | None:
 def nodes_between(first: Node, last: Node) -> set[Any] | None:
     """The nodes between two. None if one of them may change memory, or act in another way than by
     its results, or if the two run in different places."""
-    if not in_one_place((first, last)):
+    if not in_one_place((first, last)) or not computes_alone(first, last):
         return None
-    found = [*between(first, last)]
-    return set(found) if _are_pure(found) else None
+    return set(between(first, last))
 
 
-def _are_pure(nodes: Iterable[Node]) -> bool:
-    for node in nodes:
+def computes_alone(first: Node, last: Node) -> bool:
+    """Return True if all nodes between two act by their results, and change no memory."""
+    for node in between(first, last):
         if node.op in ("placeholder", "get_attr") or node.target is operator.getitem:
             continue
         if isinstance(value_of(node), torch.SymInt | torch.SymFloat | torch.SymBool):

@@ -35,6 +35,8 @@ from .neighbours import (
     sources_of,
     users_of,
 )
+from .quantization_reader import read_quantization
+from .quantizations import serves_behind
 
 MARGIN = 1.25
 """So many times the bytes are worth a package's kernels. For the same bytes, they took 165 us where
@@ -58,6 +60,7 @@ class Worth:
     numbers (level INFO)."""
 
     def __init__(self, operators: Any) -> None:
+        self._operators = operators
         self._adds = getattr(getattr(operators, "norm_and_add", None), "serves", None)
         self._may_train = torch.is_grad_enabled()
 
@@ -92,7 +95,10 @@ class Worth:
         outputs, inputs, more = {result}, set[Node](), 0
         fused = fused_behind(result)
         alone = all(user in fused for user in users_of(result))
-        if alone and len(fused) > 1 and not self._adds_behind(rows, weight, offset, result):
+        taken = self._adds_behind(rows, weight, offset, result) or self._quantizes(
+            rows, weight, offset, result
+        )
+        if alone and len(fused) > 1 and not taken:
             outputs = {node for node in fused if _leaves(node, fused)} - {result}
             outputs = {behind_views(node) for node in outputs}
             others = {one for node in fused for one in node.all_input_nodes} - fused - nodes - {x}
@@ -133,6 +139,12 @@ class Worth:
         terms = _terms(total)
         scale = value_of(weight)
         return terms is not None and bool(self._adds(rows, scale, offset != 0))
+
+    def _quantizes(self, rows: torch.Tensor, weight: Any, offset: float, y: Node) -> bool:
+        """Return True if a kernel beside the package's norm computes what is made of its result."""
+        scale = value_of(weight)
+        found = serves_behind(self._operators, rows, scale, offset != 0) and read_quantization(y)
+        return bool(found)
 
 
 def _before(x: Node, nodes: set[Node], trains: bool) -> int:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from benchmarks.training import layers
+from benchmarks.training.fp8_linear import BlockLinear, multiply_in_fp8
 from benchmarks.training.layers import WAYS, Layer, report, step_of, summary
+from normforge.frontends.graph_pass import route
+from normforge.frontends.quantized import QuantizedFunctions
+from tests.support.block_product import scaled_mm
+from tests.support.entry_points import write_package
 
 SIZES = {
     "hidden_size": 32,
@@ -67,3 +75,45 @@ def test_layers_have_the_gradients_of_eager_code_under_every_way(
         step_of(layer, way, x, dy)()
         assert x.grad is not None
         torch.testing.assert_close(x.grad, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_linear_layers_multiply_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    torch.manual_seed(0)
+    one = torch.nn.Sequential(torch.nn.Linear(256, 384, bias=False)).bfloat16()
+    other = multiply_in_fp8(deepcopy(one))
+    assert isinstance(other[0], BlockLinear)
+    x = torch.randn(2, 5, 256).bfloat16().requires_grad_()
+    dy = torch.randn(2, 5, 384).bfloat16()
+    found, wanted = (
+        [y := layer(x), *torch.autograd.grad(y, [x, layer[0].weight], dy)] for layer in (other, one)
+    )
+    for narrow, wide, most in zip(found, wanted, (0.04, 0.04, 0.001), strict=True):
+        error = (narrow - wide).float().norm() / wide.float().norm()
+        assert narrow.shape == wide.shape and error <= most
+    assert float((found[0] - wanted[0]).float().norm()) > 0  # in FP8
+
+
+def test_norms_of_a_layer_in_fp8_quantize(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels do what the recipe does before its products."""
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    monkeypatch.setattr(QuantizedFunctions, "have_kernels", lambda *_, **__: True)
+    package = write_package(tmp_path / "package")
+    package.ops.quantized = "normforge.quantized_packages"
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(256, 256, bias=False)
+    linear = multiply_in_fp8(torch.nn.Sequential(layer.bfloat16()))
+
+    def step(x: torch.Tensor, w: torch.Tensor) -> Any:
+        x, w = (one.detach().requires_grad_() for one in (x, w))
+        h = x + linear(x)
+        y = h + linear(package.rms_norm(h, w))
+        return torch.autograd.grad(y, (x, w), torch.ones_like(y))
+
+    traced = make_fx(step)(torch.randn(6, 256).bfloat16(), torch.rand(256).bfloat16())
+    graph = route(traced, package.ops).graph
+    found = [str(node.target) for node in graph.nodes if "quantized" in str(node.target)]
+    assert [one.split(".")[1] for one in found] == [
+        "add_rms_norm_quantized",
+        "rms_norm_backward_quantized",
+    ]

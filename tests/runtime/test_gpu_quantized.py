@@ -3,6 +3,7 @@ and the functions of packages of them, bit by bit against the formula."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -290,3 +291,94 @@ def test_dx_with_an_fp32_residual_is_quantized_as_it_is_in_fp32(
     torch.compiler.reset()
     compiled = torch.compile(functions.rms_norm_backward_quantized, fullgraph=True)
     same(run(compiled), plain)
+
+
+def recipe(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    blocks = y.float().unflatten(-1, (-1, 128))
+    scale = blocks.abs().amax(-1, keepdim=True).clamp_min(1e-12) / 448.0
+    return (blocks / scale).to(torch.float8_e4m3fn).flatten(-2), scale.squeeze(-1)
+
+
+class Narrow(torch.autograd.Function):
+    """A product of what is quantized, whose backward quantizes the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(y, m)
+        return dequantized(y) @ m
+
+    @staticmethod
+    def backward(ctx: Any, *given: Any) -> Any:
+        y, m = ctx.saved_tensors
+        dz = dequantized(given[0])
+        return dz @ m.T, y.T @ dz
+
+
+def dequantized(rows: torch.Tensor) -> torch.Tensor:
+    narrow, scales = recipe(rows)
+    wide = narrow.float().unflatten(-1, (-1, 128)) * scales[..., None]
+    return wide.flatten(-2).to(rows.dtype)
+
+
+@pytest.mark.parametrize("of", ["backend", "operator"])
+def test_compiled_recipes_are_kernels_with_the_same_bits(
+    here: Target, of: str, own_cache: None
+) -> None:
+    """What stands behind a norm and its backward goes to the packages of the GPU."""
+    import normforge
+
+    if not normforge.quantized.operators or here.name not in ("h200", "h100"):
+        pytest.skip(f"no package for {here}")
+    torch.manual_seed(0)
+    n = 4096
+    x, r = (torch.randn(4096, n, device="cuda", dtype=BF16) for _ in range(2))
+    w, m = torch.rand(n, device="cuda", dtype=BF16), torch.randn(n, n, device="cuda", dtype=BF16)
+    m /= n**0.5
+    norm = normforge.rms_norm if of == "operator" else lambda h, w, eps: rms_norm(h, (n,), w, eps)
+    backend: Any = "inductor" if of == "operator" else normforge.inductor_backend()
+
+    def forward(h: torch.Tensor, w: torch.Tensor) -> Any:
+        return recipe(norm(h, w, EPS))
+
+    with torch.no_grad():
+        y8, scales, _, y = normforge.rms_norm_quantized(x, w, EPS, keep_y=True, via=BF16)
+        wanted = (y8, scales)
+        assert all(map(torch.equal, map(bytes_of, wanted), map(bytes_of, recipe(y))))
+        run = torch.compile(forward, backend=backend, fullgraph=True)
+        run(x, w)
+        found, names = with_kernels(run, x, w)
+    assert [name for name in names if "rmsnorm" in name] == names and len(names) == 1
+    assert all(map(torch.equal, map(bytes_of, found), map(bytes_of, wanted)))
+
+    def layer(x: Any, r: Any, w: Any, m: Any) -> Any:
+        h = x + Narrow.apply(r, m)
+        return h + Narrow.apply(norm(h, w, EPS), m)
+
+    def step(run: Any) -> list[torch.Tensor]:
+        leaves = [one.detach().requires_grad_() for one in (x, r, w, m)]
+        y = run(*leaves)
+        return [y, *torch.autograd.grad(y, leaves, torch.ones_like(y))]
+
+    compiled = torch.compile(layer, backend=backend, fullgraph=True)
+    step(compiled)
+    steps, names = with_kernels(step, compiled)
+    for said in (r"rmsnorm_fp8_(residual_)?forward", "rmsnorm_fp8_backward"):
+        assert sum(re.search(said, one) is not None for one in names) == 1, names
+    for one, other in zip(steps, step(layer), strict=True):
+        error = (one - other).float().norm() / other.float().norm()
+        assert error < 0.02
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8)
+
+
+def with_kernels(run: Any, *given: Any) -> tuple[Any, list[str]]:
+    """Return the result of a call, and the names of its kernels."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        found = run(*given)
+        torch.cuda.synchronize()
+    cuda = torch.autograd.DeviceType.CUDA
+    events = [event for event in profiler.events() if event.device_type == cuda]
+    return found, [event.name for event in events if "Mem" not in event.name]
