@@ -21,6 +21,7 @@ NAMES = (
     "gated_rmsnorm_backward",
     "rmsnorm_add_forward",
     "rmsnorm_fp8_forward",
+    "rmsnorm_fp8_residual_forward",
     "rmsnorm_fp8_backward",
     "rmsnorm_rope_forward",
     "rmsnorm_rope_backward",
@@ -88,6 +89,11 @@ def _run(name: str, i: Any, programs: int, knobs: Launch) -> Results:
         given = (x, i.weight, y8, scales, rstd, rows, i.eps, i.offset)
         kernels.fp8_forward[grid](*given, **columns, **knobs)
         return {"y8": y8, "y_scales": scales, "rstd": rstd}
+    if name == "rmsnorm_fp8_residual_forward":
+        (y8, scales), rstd, h = narrow(), wide(rows), torch.empty_like(x)
+        given = (x, i.r, i.weight, h, y8, scales, rstd, rows, i.eps, i.offset)
+        kernels.fp8_residual_forward[grid](*given, **columns, **knobs)
+        return {"y8": y8, "y_scales": scales, "rstd": rstd, "h": h}
     if name == "rmsnorm_rope_forward":
         y = torch.empty_like(x)
         given = (x, i.weight, i.cos, i.sin, y, rows, i.heads, i.eps, i.offset)

@@ -104,6 +104,19 @@ def fp8_forward(X, W, Y8, SCALES, RSTD, rows, eps, offset, N: tl.constexpr, P: t
 
 
 @triton.jit
+def fp8_residual_forward(X, R, W, H, Y8, SCALES, RSTD, rows, eps, offset, N: tl.constexpr,
+                         P: tl.constexpr, B: tl.constexpr):  # fmt: skip
+    at, places, inside = _rows(tl.program_id(0), rows, N, P, B)
+    h = (_load(X, places, inside) + _load(R, places, inside)).to(H.dtype.element_ty)
+    tl.store(H + places, h, mask=inside)
+    x = h.to(tl.float32)
+    rstd = _inverse(x, eps, N)
+    y = x * rstd * _weight(W, offset, N, P)
+    _quantize(y, Y8, SCALES, at, places, inside, rows, N, P, B)
+    tl.store(RSTD + at[:, None], rstd, mask=(at < rows)[:, None])
+
+
+@triton.jit
 def fp8_backward(X, DY, RSTD, W, RESIDUAL, DX, DX8, SCALES, PARTIAL, rows, offset,
                  ADDS: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
                  B: tl.constexpr):  # fmt: skip

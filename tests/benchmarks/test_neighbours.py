@@ -36,6 +36,7 @@ SHAPES = [
     "rmsnorm_rope_backward:9x128:bf16+joined32",
     "rope:64x64:bf16",
     "rmsnorm_fp8_forward:9x768:bf16",
+    "rmsnorm_fp8_residual_forward:9x768:bf16",
     "rmsnorm_mxfp8_backward:9x96:bf16+residual_fp32",
     "rmsnorm_sum3_backward:9x768:bf16+residual",
     "layernorm_forward:9x768:bf16",
