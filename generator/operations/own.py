@@ -76,8 +76,12 @@ def _faults(operation: RowOperation, path: Path) -> Iterator[str]:
     if operation.signature.pairs or any(t.role == "flag" for t in operation.signature.inputs):
         yield "pairs of columns, groups of rows and flags are for operations of the library alone"
         return
-    if operation.signature.quantized or any(t.extra for t in operation.signature.outputs):
-        yield "what is quantized, or written if asked for, is for operations of the library alone"
+    more = any(tensor.extra or tensor.sum_of for tensor in operation.signature.outputs)
+    if operation.signature.quantized or more:
+        yield (
+            "what is quantized, written if asked for or a sum of inputs is for operations of the "
+            "library alone"
+        )
         return
     if path.stem != operation.name:
         yield f"the file of operation {operation.name} is called {operation.name}.py"

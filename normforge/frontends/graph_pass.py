@@ -113,12 +113,15 @@ def route(
     what `fold_beside` folds into them. written_out_only: only what
     `replace_decomposed` finds, and no addition; is_routed: as there."""
     counts = []
+    behind_autograd = not torch.is_grad_enabled() or _has_backward(module, operators)
     for each in graph_modules(module):
         written_out = 0
         if isinstance(operators, Operators):
             written_out = replace_decomposed(each.graph, operators, is_routed)
         # This comes behind it, for its norms have additions, too.
-        found = Counts() if written_out_only else route_graph(each.graph, operators)
+        found = Counts()
+        if not written_out_only:
+            found = route_graph(each.graph, operators, behind_autograd)
         found = found._replace(written_out=written_out)
         if any(found):
             each.recompile()
@@ -127,14 +130,21 @@ def route(
     return module
 
 
-def route_graph(graph: torch.fx.Graph, operators: NormOperators) -> Counts:
-    """Do `route` on a graph that writes no norm out."""
+def _has_backward(module: GraphModule, operators: NormOperators) -> bool:
+    """Return True if a graph is of a whole step: it has the backward of a norm."""
+    backwards = (*norm_operators(operators)[1:], operators.backward_operator)
+    nodes = (node for each in graph_modules(module) for node in each.graph.nodes)
+    return any(node.target in backwards for node in nodes)
+
+
+def route_graph(graph: torch.fx.Graph, operators: NormOperators, behind_autograd: bool) -> Counts:
+    """Do `route` on a graph that writes no norm out. behind_autograd: as of `fold_beside`."""
     norms = 0
     for node in find_norms(graph, operators):
         target: Any = node.target
         route_node = operators.routes.get(target._schema.name)
         norms += route_node is not None and route_node(node, operators)
-    additions, quantizations = fold_beside(graph, operators)
+    additions, quantizations = fold_beside(graph, operators, behind_autograd)
     counts = Counts(norms, additions=additions, quantizations=quantizations)
     if any(counts):
         graph.lint()
@@ -249,7 +259,7 @@ def make_backend(operators: NormOperators, **inductor_configs: Any) -> Callable[
 
         class RouteNorms(CustomGraphPass):
             def __call__(self, graph: torch.fx.Graph) -> None:
-                route_graph(graph, operators).tell(operators)
+                route_graph(graph, operators, behind_autograd=True).tell(operators)
                 ask_for_layouts(graph, operators)
 
             def uuid(self) -> bytes:

@@ -5,7 +5,8 @@ the largest magnitude of a block."""
 from __future__ import annotations
 
 import operator
-from math import isclose
+from collections.abc import Callable, Sequence
+from math import inf, isclose
 from typing import Any, NamedTuple
 
 import torch
@@ -18,22 +19,44 @@ from .spellings import argument, cast_of, keeps_numbers, kind
 BLOCK = 128
 _MOST_FLOOR = 1e-4
 """The magnitudes below which a recipe's amax is clamped are at most so large; DeepGEMM's are."""
+_VIEWS = ("viewed", "unsqueezed", "squeezed")
 _WIDE = (torch.float32, torch.float64)
+_WHOLE = (None, Ellipsis, slice(None))
+"""Indices that take all of a dimension, or add one."""
 
 
 class Quantization(NamedTuple):
-    """Rows that are quantized: the nodes with the result, those with the scales that others take,
-    whether others take the rows as they were, and all nodes from these on, in their order."""
+    """Rows that are quantized: the nodes with the result, those with the scales, and all that read
+    the rows on the way there, from the rows on, in their order."""
 
     narrow: list[Node]
     scales: list[Node]
-    keeps_rows: bool
     nodes: list[Node]
+
+    @property
+    def keeps_rows(self) -> bool:
+        """True if something takes the rows though the result and the scales come from elsewhere."""
+        ends, read, kept = {*self.narrow, *self.scales}, set(self.nodes), set[Node]()
+        for node in reversed(self.nodes):
+            if node not in ends and any(one not in read or one in kept for one in node.users):
+                kept.add(node)
+        return self.nodes[0] in kept
+
+    def of(self, wanted: Callable[[Node], bool]) -> Quantization | None:
+        """Return it with those ends alone that are wanted, and that a dense tensor of one row
+        behind the other can be viewed as; None if none of the results is."""
+        *sizes, width = value_of(self.nodes[0]).shape
+        shapes = ((*sizes, width), (*sizes, width // BLOCK))
+        narrow, scales = (
+            [end for end in ends if wanted(end) and _fits(value_of(end), shape)]
+            for ends, shape in zip((self.narrow, self.scales), shapes, strict=True)
+        )
+        return Quantization(narrow, scales, self.nodes) if narrow else None
 
 
 class _Rows(NamedTuple):
     """The rows, or `magnitudes` of them, or the `places` of the largest, or the rows, `scaled` by
-    their blocks."""
+    their blocks, or these, `narrow`."""
 
     what: str = ""
 
@@ -49,8 +72,7 @@ _SCALES, _INVERSE = _Blocks(1 / LARGEST), _Blocks(LARGEST, -1)
 
 
 def read_quantization(rows: Node) -> Quantization | None:
-    """Return how a graph quantizes a node, once or, for several products, more often. None if
-    something else takes what is in between."""
+    """Return how a graph quantizes a node, once or, for several products, more often."""
     value = value_of(rows)
     if not isinstance(value, torch.Tensor) or not value.dim() or not is_contiguous(value):
         return None
@@ -58,102 +80,105 @@ def read_quantization(rows: Node) -> Quantization | None:
     if not isinstance(width, int) or width % BLOCK:
         return None
     found: dict[Any, Any] = {rows: _Rows()}
-    narrow, node = list[Node](), rows
-    waiting = set(rows.users)
+    node, waiting = rows, set(rows.users)
     while waiting:
         node = node.next
-        if node not in waiting:
-            continue
-        waiting.remove(node)
-        meaning = _meaning(node, found)
-        if meaning is None:
-            continue
-        if _is_narrow(node):
-            narrow.append(node)
-            continue
-        found[node] = meaning
-        waiting |= node.users.keys()
-    return _as_whole(rows, narrow, found)
+        if node in waiting:
+            waiting.remove(node)
+            meaning = _meaning(node, found)
+            if meaning is not None:
+                found[node] = meaning
+                waiting |= node.users.keys() if meaning != _Rows("narrow") else set()
+    narrow = [node for node, meaning in found.items() if meaning == _Rows("narrow")]
+    scales = [node for node in found if _has_scales(node, found)]
+    firsts = [node for node in scales if node.args[0] not in scales]
+    return Quantization(narrow, firsts, [*found]) if narrow else None
 
 
-def _as_whole(rows: Node, narrow: list[Node], found: dict[Any, Any]) -> Quantization | None:
-    if not narrow or any(found[node.args[0]] != _Rows("scaled") for node in narrow):
-        return None
-    inside = found.keys() | set(narrow)
-    left = [node for node in found if not inside.issuperset(node.users)]
-    scales = [node for node in left if _is_scale(found[node])]
-    others = set(left).difference(scales)
-    if any(found[node] != _Rows() for node in others):
-        return None
-    if any(value_of(node).dtype != torch.float32 for node in scales):
-        return None
-    return Quantization(narrow, scales, bool(others), [*found, *narrow])
+def _fits(value: torch.Tensor, shape: tuple[Any, ...]) -> bool:
+    return is_contiguous(value) and (have_shape(value, shape) or sizes_of(value) is not None)
 
 
-def _is_narrow(node: Node) -> bool:
-    return getattr(value_of(node), "dtype", None) == torch.float8_e4m3fn
+def have_shape(value: torch.Tensor, shape: Sequence[Any]) -> bool:
+    """Return True if a tensor has a shape, whatever its symbols are."""
+    return value.dim() == len(shape) and all(map(same_size, value.shape, shape))
+
+
+def sizes_of(value: torch.Tensor) -> list[int] | None:
+    """Return the sizes of a tensor, -1 for one that tracing does not know; None for several."""
+    sizes = [size if isinstance(size, int) else -1 for size in value.shape]
+    return sizes if sizes.count(-1) < 2 else None
+
+
+def _has_scales(node: Node, found: dict[Any, Any]) -> bool:
+    meaning = found[node]
+    if not isinstance(meaning, _Blocks) or not _is_like(meaning, _SCALES):
+        return False
+    return bool(value_of(node).dtype == torch.float32)
 
 
 def _meaning(node: Node, found: dict[Any, Any]) -> Any:
     """Return what a node computes of the rows; None for anything else."""
     value = value_of(node)
-    if node.target is operator.getitem and kind(node.args[0]) == "largest and place":
-        return found.get(node.args[0]) if node.args[1] == 0 else _Rows("places")
+    taken = node.args[0] if node.args else None
+    source = found.get(taken) if isinstance(taken, Node) else None
     if kind(node) == "largest and place":
-        return _Blocks() if _over_blocks(node, found) else None
+        return _Blocks() if _over_blocks(node, source) else None
+    if node.target is operator.getitem and kind(taken) == "largest and place":
+        return source if node.args[1] == 0 else _Rows("places")
     if not isinstance(value, torch.Tensor):
         return None
-    source = found.get(node.args[0]) if node.args and isinstance(node.args[0], Node) else None
     match kind(node):
         case "cast":
-            return source if _is_kept(node, source, next(iter(found))) else None
-        case "viewed" | "unsqueezed" | "squeezed" if source is not None:
-            return source if value.dtype == value_of(node.args[0]).dtype else None
+            return _cast(node, source, next(iter(found)))
         case "magnitude" if source == _Rows():
             return _Rows("magnitudes")
-        case "largest" if _over_blocks(node, found):
+        case "largest" if _over_blocks(node, source):
             return _Blocks()
         case "clamped":
             return source if _is_clamp(node, source) else None
-        case "reciprocal" if isinstance(source, _Blocks):
-            return _wide(value, _Blocks(1 / source.factor, -source.power))
-        case "quotient" | "product" if len(node.args) == 2:
-            return _wide(value, _result(node, found))
-    return None
+        case "reciprocal" | "quotient" | "product" if value.dtype in _WIDE:
+            return _result(node, found)
+    is_view = kind(node) in _VIEWS or _takes_all(node)
+    return source if is_view and source and value.dtype == value_of(taken).dtype else None
 
 
-def _wide(value: torch.Tensor, meaning: Any) -> Any:
-    return meaning if value.dtype in _WIDE else None
-
-
-def _is_kept(node: Node, source: Any, rows: Node) -> bool:
-    """Return True for a cast that changes no number, and for that of the scaled rows to FP8. The
-    largest magnitudes are numbers of the rows' dtype."""
-    before = cast_of(node)
-    if before is None:
+def _takes_all(node: Node) -> bool:
+    """Return True for `s[..., None]` and its like."""
+    if node.target is not operator.getitem:
         return False
+    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    return all(any(one is each or one == each for each in _WHOLE) for one in index)
+
+
+def _cast(node: Node, source: Any, rows: Node) -> Any:
+    """Return what a cast is that changes no number, and that of the scaled rows to FP8. The largest
+    magnitudes are numbers of the rows' dtype."""
+    before = cast_of(node)
+    if before is None or source is None:
+        return None
     one, two = value_of(before).dtype, value_of(node).dtype
     if two == torch.float8_e4m3fn:
-        return source == _Rows("scaled")
+        return _Rows("narrow") if source == _Rows("scaled") else None
     if isinstance(source, _Blocks) and one == torch.float64 and two == torch.float32:
-        return True
-    return keeps_numbers(value_of(rows).dtype if source == _Blocks() else one, two)
+        return source
+    kept = keeps_numbers(value_of(rows).dtype if source == _Blocks() else one, two)
+    return source if kept else None
 
 
-def _over_blocks(node: Node, found: dict[Any, Any]) -> bool:
+def _over_blocks(node: Node, source: Any) -> bool:
     """Return True for the largest of each 128 columns of the rows' magnitudes."""
-    taken = node.args[0]
-    if found.get(taken) != _Rows("magnitudes"):
+    if source != _Rows("magnitudes"):
         return False
-    shape = value_of(taken).shape
+    shape: Any = value_of(node.args[0]).shape
     dims = argument(node, 1, "dim")
-    dims = dims if isinstance(dims, list | tuple) else [dims]
+    dims = [*dims] if isinstance(dims, list | tuple) else [dims]
     return len(shape) > 1 and same_size(shape[-1], BLOCK) and dims in ([-1], [len(shape) - 1])
 
 
 def _is_clamp(node: Node, source: Any) -> bool:
-    """Return True for magnitudes that are clamped to more than nothing, and for scaled rows that
-    are clamped to what FP8 has."""
+    """Return True for magnitudes, or scales, that are clamped to more than nothing, and for scaled
+    rows that are clamped to what FP8 has."""
     name = str(getattr(node.target, "__name__", node.target)).split(".")[0]
     ends = {"clamp_min": ("min",), "clamp_max": ("max",)}.get(name, ("min", "max"))
     limits = {end: argument(node, place, end) for place, end in enumerate(ends, 1)}
@@ -162,26 +187,36 @@ def _is_clamp(node: Node, source: Any) -> bool:
         return False
     if source == _Rows("scaled"):
         return least in (None, -LARGEST) and most in (None, LARGEST)
-    small = least is None or 0 <= least <= _MOST_FLOOR
-    return source == _Blocks() and small and most in (None, float("inf"))
+    if source != _Blocks() and source != _SCALES:
+        return False
+    small = least is None or 0 <= least <= _MOST_FLOOR * source.factor
+    return small and most in (None, float("inf"))
 
 
 def _result(node: Node, found: dict[Any, Any]) -> Any:
-    """Return what a quotient or a product of two things is."""
-    one, other = node.args
-    divided = kind(node) == "quotient"
-    left, right = (found.get(each) if isinstance(each, Node) else each for each in node.args)
-    if isinstance(left, _Blocks) and isinstance(right, int | float) and right:
-        return left._replace(factor=left.factor / right if divided else left.factor * right)
-    if isinstance(left, int | float) and isinstance(right, _Blocks):
-        if divided:
-            return _Blocks(left / right.factor, -right.power)
-        return right._replace(factor=left * right.factor)
+    """Return what a quotient or a product of two things is, or a reciprocal."""
+    one: Any
+    if kind(node) == "reciprocal":
+        one, other = 1.0, node.args[0]
+    elif len(node.args) == 2:
+        one, other = node.args
+    else:
+        return None
+    divided = kind(node) != "product"
+    left, right = (found.get(each) if isinstance(each, Node) else each for each in (one, other))
     if not divided and isinstance(left, _Blocks):
         left, right, one, other = right, left, other, one
-    if left == _Rows() and isinstance(right, _Blocks) and _are_blocks(one, other):
-        inverse = _Blocks(1 / right.factor, -right.power) if divided else right
-        return _Rows("scaled") if _is_like(inverse, _INVERSE) else None
+    if any(isinstance(each, int | float) and not 0 < each < inf for each in (left, right)):
+        return None
+    if isinstance(left, _Blocks) and isinstance(right, int | float):
+        return left._replace(factor=left.factor / right)
+    if not isinstance(right, _Blocks):
+        return None
+    inverse = _Blocks(1 / right.factor, -right.power) if divided else right
+    if isinstance(left, int | float):
+        return inverse._replace(factor=left * inverse.factor)
+    if left == _Rows() and _is_like(inverse, _INVERSE) and _are_blocks(one, other):
+        return _Rows("scaled")
     return None
 
 
@@ -191,10 +226,6 @@ def _are_blocks(rows: Any, numbers: Any) -> bool:
     if len(one) != len(two) or not same_size(one[-1], BLOCK) or not same_size(two[-1], 1):
         return False
     return all(map(same_size, one[:-1], two[:-1]))
-
-
-def _is_scale(meaning: Any) -> bool:
-    return isinstance(meaning, _Blocks) and _is_like(meaning, _SCALES)
 
 
 def _is_like(one: _Blocks, other: _Blocks) -> bool:

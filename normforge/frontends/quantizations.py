@@ -8,7 +8,7 @@ quantized is rounded to its dtype before, as the recipe has it.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -16,17 +16,29 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..operations import BACKWARD_FORMATS, FORMATS, STREAM_FORMATS
+from ..operations import BACKWARD_FORMATS, FORMATS, STREAM_FORMATS, RowOperation
 from ..serve.options import DTYPES
 from .additions import fold_additions
-from .graph_values import HALF, VALUES, add_call, are_alike, in_one_place, value_of
-from .quantization_reader import Quantization, read_quantization
+from .graph_values import (
+    HALF,
+    VALUES,
+    add_call,
+    are_alike,
+    in_one_place,
+    is_contiguous,
+    same_size,
+    value_of,
+)
+from .graph_writes import is_pure_operator, may_be_a_view
+from .quantization_reader import Quantization, have_shape, read_quantization, sizes_of
 from .quantized_backward import rms_norm_backward_quantized
 from .quantized_node import add_rms_norm_quantized_forward, rms_norm_quantized_forward
 from .routes import INPUTS, arguments_of, calls_of, getitems
 from .sums import computes_alone
 
 FORMAT = "fp8_1x128"
+Formats = Mapping[str, RowOperation]
+_aten: Any = torch.ops.aten
 _FP32_EPS = torch.finfo(torch.float32).eps
 
 
@@ -45,33 +57,40 @@ def missing_quantized(operators: Any) -> list[str]:
     return [functions.server(some[FORMAT]).missing for some in formats]
 
 
-def fold_beside(graph: torch.fx.Graph, operators: Any) -> tuple[int, int]:
+def fold_beside(
+    graph: torch.fx.Graph, operators: Any, behind_autograd: bool = True
+) -> tuple[int, int]:
     """Fold what stands beside the norms of a package into its operators: additions, as
     `fold_additions` does, and quantizations in blocks of 128 columns of a norm's result and of dx,
-    where there are kernels for that. Returns how many of each."""
-    additions = fold_additions(graph, operators)
-    quantized = _fold(graph, operators, "rms_norm", _fold_behind_norm)
-    quantized += _fold(graph, operators, "add_rms_norm", _fold_behind_norm)
-    quantized += _fold(graph, operators, "rms_norm_backward", _fold_behind_backward)
-    return additions, quantized
-
-
-def _fold(
-    graph: torch.fx.Graph, operators: Any, name: str, fold: Callable[[Node, Node, Any], bool]
-) -> int:
+    where there are kernels for that. Returns how many of each. behind_autograd: whether no gradient
+    is computed of what runs the graph: none flows through an operator that quantizes."""
+    additions, quantized = fold_additions(graph, operators), 0
     functions = functions_beside(operators)
-    if functions is None:
-        return 0
-    calls = calls_of(graph, operators.package, getattr(operators, name))
-    items = ((call, _only_item(call)) for call in calls)
-    return sum(item is not None and fold(call, item, functions) for call, item in items)
+    if functions is not None and behind_autograd:
+        for name, fold in (
+            ("rms_norm", _fold_behind_norm),
+            ("add_rms_norm", _fold_behind_norm),
+            ("rms_norm_backward", _fold_behind_backward),
+        ):
+            for call in calls_of(graph, operators.package, getattr(operators, name)):
+                rows = _only_item(call)
+                quantized += rows is not None and fold(call, rows, functions)
+    return additions, quantized
 
 
 def serves_behind(operators: Any, x: Any, weight: Any, offset: bool) -> bool:
     """Return True if norms of rows like x and their quantization are one kernel."""
     functions = functions_beside(operators)
-    formats = [FORMATS[FORMAT]]
-    return functions is not None and functions.have_kernels(x, weight, formats, offset=offset)
+    return functions is not None and _serves(functions, x, weight, FORMATS, offset)
+
+
+def _serves(
+    functions: Any, x: Any, weight: Any, formats: Formats, offset: bool, **options: Any
+) -> bool:
+    if weight is not None and (weight.dim() != 1 or not same_size(weight.shape[0], x.shape[-1])):
+        return False
+    served: bool = functions.have_kernels(x, weight, [formats[FORMAT]], offset=offset, **options)
+    return served
 
 
 def _only_item(node: Node) -> Node | None:
@@ -83,31 +102,30 @@ def _only_item(node: Node) -> Node | None:
 
 def _fold_behind_norm(norm: Node, y: Node, functions: Any) -> bool:
     x, *residual, weight, eps, offset, _ = arguments_of(norm).values()
-    rows, alike = value_of(x), all(are_alike(value_of(x), value_of(one)) for one in residual)
-    if isinstance(eps, Node) or not isinstance(rows, torch.Tensor) or not alike:
+    rows, stream = value_of(x), [value_of(one) for one in residual]
+    if isinstance(eps, Node) or not isinstance(rows, torch.Tensor):
         return False
-    quantized = _read(norm, y)
-    if quantized is None:
+    found = _read(norm, y)
+    if found is None or not all(are_alike(rows, one) for one in stream):
         return False
-    has_kernels = partial(functions.have_kernels, rows, value_of(weight), offset=offset != 0)
+    serves = partial(_serves, functions, rows, value_of(weight), offset=offset != 0)
     eps = _FP32_EPS if eps is None else eps
-    call = (eps, offset, FORMAT, quantized.keeps_rows, True, False, functions.name)
-    if residual and has_kernels([STREAM_FORMATS[FORMAT]]):
-        stream = (x, *residual, weight)
-        new = _call_beside(norm, add_rms_norm_quantized_forward, *stream, *call)
-    elif has_kernels([FORMATS[FORMAT]]):
+    call = (eps, offset, FORMAT, found.keeps_rows, True, False, functions.name)
+    if residual and serves(formats=STREAM_FORMATS):
+        new = _call_beside(norm, add_rms_norm_quantized_forward, x, *residual, weight, *call)
+    elif serves(formats=FORMATS) and (not residual or all(map(is_contiguous, (rows, *stream)))):
         # Less moves than with the sum in the norm and the quantization in a kernel of its own.
         x = _sum_before(norm, x, *residual) if residual else x
         new = _call_beside(norm, rms_norm_quantized_forward, x, weight, *call)
     else:
         return False
-    _replace(norm, new, {0: 3, 1: 2, 2: 4}, quantized, (0, 1))
+    _replace(norm, new, {0: 3, 1: 2, 2: 4}, found, (0, 1))
     return True
 
 
 def _sum_before(norm: Node, x: Node, residual: Node) -> Node:
     """Let PyTorch add what a norm adds. Returns the sum, which goes to all that take it."""
-    total = _call_beside(norm, torch.ops.aten.add.Tensor, x, residual)
+    total = _call_beside(norm, _aten.add.Tensor, x, residual)
     for item in (item for item in getitems(norm) if item.args[1] == 2):
         item.replace_all_uses_with(total)
         norm.graph.erase_node(item)
@@ -120,28 +138,25 @@ def _fold_behind_backward(backward: Node, dx: Node, functions: Any) -> bool:
     wanted = given["need_dx"] and (given["need_dw"] or weight is None)
     if not wanted or given["dw_dtype"] is not None or not isinstance(value_of(x), torch.Tensor):
         return False
-    quantized = _read(backward, dx)
+    found = _read(backward, dx)
     residual = "" if dresidual is None else DTYPES.get(value_of(dresidual).dtype)
-    if quantized is None or residual is None:
+    if found is None or residual is None:
         return False
     offset = given["weight_offset"]
-    asked = (value_of(x), value_of(weight), [BACKWARD_FORMATS[FORMAT]])
-    if not functions.have_kernels(*asked, offset=offset != 0, residual=residual):
+    asked = (functions, value_of(x), value_of(weight), BACKWARD_FORMATS, offset != 0)
+    if not _serves(*asked, residual=residual):
         return False
     rows = (given["dy"], x, given["rstd"], weight, dresidual)
     call = (offset, FORMAT, True, False, functions.name)
     new = _call_beside(backward, rms_norm_backward_quantized, *rows, *call)
-    _replace(backward, new, {0: 0, 1: 3, 2: 4}, quantized, (1, 2))
+    _replace(backward, new, {0: 0, 1: 3, 2: 4}, found, (1, 2))
     return True
 
 
 def _read(call: Node, rows: Node) -> Quantization | None:
     """Return how a result of a call is quantized, where the call may do that, too."""
     found = read_quantization(rows)
-    if found is None:
-        return None
-    ends = (*found.narrow, *found.scales)
-    return found if all(_is_beside(call, end) and _sizes(end) for end in ends) else None
+    return None if found is None else found.of(lambda end: _is_beside(call, end))
 
 
 def _is_beside(call: Node, end: Node) -> bool:
@@ -149,12 +164,6 @@ def _is_beside(call: Node, end: Node) -> bool:
     What an autograd function computes has no mark of the half of a step that it is in."""
     same_half = end.meta.get(HALF) in (None, call.meta.get(HALF))
     return same_half and in_one_place((call, end), but=HALF) and computes_alone(call, end)
-
-
-def _sizes(node: Node) -> list[int] | None:
-    """Return the sizes of a tensor, -1 for one that tracing does not know; None for several."""
-    sizes = [size if isinstance(size, int) else -1 for size in value_of(node).shape]
-    return sizes if sizes.count(-1) < 2 else None
 
 
 def _call_beside(node: Node, target: Any, *arguments: Any) -> Node:
@@ -180,13 +189,36 @@ def _replace(
         if "val" in item.meta and value is not None:
             item.meta["val"] = value[place]
     for ends, place in zip((found.narrow, found.scales), narrow, strict=True):
+        apart = len(ends) > 1 and any(map(_leaves, ends))
         for end in ends:
-            with graph.inserting_before(end):
-                item = add_call(graph, end, operator.getitem, new, place)
-                viewed = add_call(graph, end, torch.ops.aten.view.default, item, _sizes(end))
-            viewed.meta |= {key: end.meta[key] for key in VALUES if key in end.meta}
-            end.replace_all_uses_with(viewed)
+            made = _result_like(end, new, place, apart and end is not ends[0])
+            end.replace_all_uses_with(made)
     graph.erase_node(old)
     for node in reversed(found.nodes):
         if not node.users:
             graph.erase_node(node)
+
+
+def _result_like(end: Node, call: Node, place: int, apart: bool) -> Node:
+    """Add a result of a call in the shape of a node, before that. apart: in memory of its own."""
+    graph, value = end.graph, value_of(end)
+    with graph.inserting_before(end):
+        made = add_call(graph, end, operator.getitem, call, place)
+        if not isinstance(value_of(made), torch.Tensor) or not have_shape(
+            value_of(made), value.shape
+        ):
+            made = add_call(graph, end, _aten.view.default, made, sizes_of(value))
+        if apart:
+            made = add_call(graph, end, _aten.clone.default, made)
+    made.meta |= {key: end.meta[key] for key in VALUES if key in end.meta}
+    return made
+
+
+def _leaves(node: Node) -> bool:
+    """Return True if a tensor or a view of it is a result of the graph, or may be written to."""
+    for user in node.users:
+        if user.op == "output" or not (user.target is operator.getitem or is_pure_operator(user)):
+            return True
+        if may_be_a_view(user) and _leaves(user):
+            return True
+    return False

@@ -13,6 +13,7 @@ from .graph_values import are_alike, in_one_place, is_contiguous, value_of
 from .graph_writes import between, is_pure_operator
 from .routes import arguments_of, calls_of, getitems, replace_node
 
+_ASIDE = (operator.getitem, torch.ops.aten._assert_tensor_metadata.default)
 _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
@@ -99,7 +100,7 @@ def nodes_between(first: Node, last: Node) -> set[Any] | None:
 def computes_alone(first: Node, last: Node) -> bool:
     """Return True if all nodes between two act by their results, and change no memory."""
     for node in between(first, last):
-        if node.op in ("placeholder", "get_attr") or node.target is operator.getitem:
+        if node.op in ("placeholder", "get_attr") or node.target in _ASIDE:
             continue
         if isinstance(value_of(node), torch.SymInt | torch.SymFloat | torch.SymBool):
             continue

@@ -142,9 +142,11 @@ class Worth:
 
     def _quantizes(self, rows: torch.Tensor, weight: Any, offset: float, y: Node) -> bool:
         """Return True if a kernel beside the package's norm computes what is made of its result."""
-        scale = value_of(weight)
-        found = serves_behind(self._operators, rows, scale, offset != 0) and read_quantization(y)
-        return bool(found)
+        if not serves_behind(self._operators, rows, value_of(weight), offset != 0):
+            return False
+        found = read_quantization(y)
+        whole = None if found is None else found.of(lambda end: not wants_gradient(end))
+        return whole is not None and whole == found and not whole.keeps_rows
 
 
 def _before(x: Node, nodes: set[Node], trains: bool) -> int:

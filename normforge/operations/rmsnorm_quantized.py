@@ -146,4 +146,4 @@ RMSNORM_FP8_RESIDUAL_FORWARD = RowOperation(
 FORMATS = {"fp8_1x128": RMSNORM_FP8_FORWARD, "mxfp8_1x32": RMSNORM_MXFP8_FORWARD}
 """The operations by the format that they give."""
 STREAM_FORMATS = {"fp8_1x128": RMSNORM_FP8_RESIDUAL_FORWARD}
-"""Those that add a residual stream before."""
+"""The operations that add a residual stream before, likewise."""

@@ -135,6 +135,20 @@ def test_an_operation_may_have_no_sums_over_a_row(tmp_path: Path) -> None:
         assert check.errors.keys() == {"dx", "dgamma"}
 
 
+def test_a_sum_of_inputs_is_for_operations_of_the_library(tmp_path: Path) -> None:
+    total = 'rows_out("h").__class__("h", "rows", output=True, sum_of=("x", "dy"))'
+    text = LAYER_SCALE.replace('rows_out("dx")', f'rows_out("dx"), {total}')
+    text = (
+        text.replace("lambda x, dy, gamma:", "lambda h, gamma:")
+        .replace("dy * x", "h")
+        .replace("dy *", "h *")
+    )
+    (tmp_path / "layer_scale_backward.py").write_text(text)
+    (tmp_path / "layer_scale_backward.cu.j2").write_text(LAYER_SCALE_KERNEL)
+    with pytest.raises(NormforgeError, match="or a sum of inputs is for operations of the library"):
+        add(tmp_path / "layer_scale_backward.py")
+
+
 @pytest.mark.parametrize("word", OF_ROW_SUMS)
 def test_a_template_without_row_sums_may_not_ask_for_them(tmp_path: Path, word: str) -> None:
     (tmp_path / "layer_scale_backward.py").write_text(LAYER_SCALE)
@@ -269,7 +283,7 @@ REFUSED = {
         "py",
         'rows_out("dx")',
         'rows_out("dx", extra=True)',
-        "or written if asked for, is for operations of the library alone",
+        "written if asked for or a sum of inputs is for operations of the library alone",
     ),
     "a broken template": ("cu.j2", "{% endblock %}", "{% endblok %}", "is no template"),
 }

@@ -17,6 +17,7 @@ import torch
 from normforge.api import Package
 from normforge.frontends import layer_norm_operators
 from normforge.frontends.layer_norm import LayerNormPackage
+from normforge.frontends.quantized import QuantizedFunctions
 from normforge.launch.loaded_kernel import LoadedKernel
 from normforge.native import build
 from normforge.operations import LAYERNORM_FORWARD
@@ -51,6 +52,27 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
 def rotated(package: Package) -> Package:
     """One whose graphs may have kernels of rotated heads."""
     package.ops.rotated = "normforge.rope_packages"
+    return package
+
+
+@pytest.fixture
+def asked_to_quantize(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """The rows that kernels that quantize are asked for, which there are, and of which
+    operations."""
+    found: list[tuple[Any, ...]] = []
+
+    def have(_: Any, x: Any, weight: Any, operations: Any, **options: Any) -> bool:
+        found.append((tuple(x.shape), *(one.name for one in operations), options))
+        return True
+
+    monkeypatch.setattr(QuantizedFunctions, "have_kernels", have)
+    return found
+
+
+@pytest.fixture
+def quantized(package: Package, asked_to_quantize: list[tuple[Any, ...]]) -> Package:
+    """One whose graphs may have kernels that quantize."""
+    package.ops.quantized = "normforge.quantized_packages"
     return package
 
 

@@ -324,7 +324,7 @@ def dequantized(rows: torch.Tensor) -> torch.Tensor:
 def test_compiled_recipes_are_kernels_with_the_same_bits(
     here: Target, of: str, own_cache: None
 ) -> None:
-    """What stands behind a norm and its backward goes to the packages of the GPU."""
+    """Quantizations behind a norm and its backward go to the packages of the GPU."""
     import normforge
 
     if not normforge.quantized.operators or here.name not in ("h200", "h100"):

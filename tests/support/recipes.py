@@ -1,0 +1,105 @@
+"""Recipes that quantize rows to FP8 in blocks of 128 columns, as libraries write them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from tests.support.entry_points import randn
+
+M, N, EPS, LARGEST = 6, 256, 1e-6, 448.0
+E4M3 = torch.float8_e4m3fn
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def by_quotient(y: torch.Tensor) -> Pair:
+    blocks = y.float().unflatten(-1, (-1, 128))
+    scale = blocks.abs().amax(-1, keepdim=True).clamp_min(1e-12) / LARGEST
+    return (blocks / scale).to(E4M3).flatten(-2), scale.squeeze(-1)
+
+
+def by_reciprocal(y: torch.Tensor) -> Pair:
+    """DeepGEMM's."""
+    view = y.view(M, -1, 128)
+    amax = view.abs().float().amax(dim=2).view(M, -1).clamp(1e-4)
+    scale = amax / LARGEST
+    return (view * (1.0 / scale.unsqueeze(2))).to(E4M3).view(M, N), scale
+
+
+def by_inverse(y: torch.Tensor) -> Pair:
+    """An older one of DeepGEMM."""
+    view = y.view(M, -1, 128)
+    amax = view.abs().float().amax(dim=2).view(M, -1).clamp(1e-4)
+    return (view * (LARGEST / amax.unsqueeze(2))).to(E4M3).view(M, N), (amax / LARGEST).view(M, -1)
+
+
+def clamped(y: torch.Tensor) -> Pair:
+    """torchao's, which returns the reciprocal of what it multiplies with."""
+    tiles = y.reshape(-1, 128)
+    largest = tiles.abs().max(dim=1, keepdim=True)[0].clamp(min=1e-12, max=float("inf"))
+    inverse = (LARGEST / largest.to(torch.float64)).to(torch.float32)
+    y8 = (tiles * inverse).clamp(min=-LARGEST, max=LARGEST).to(E4M3)
+    return y8.reshape(y.shape), inverse.reciprocal().reshape(M, -1)
+
+
+def by_product(y: torch.Tensor) -> Pair:
+    tiles = y.reshape(-1, 128)
+    scale = torch.amax(torch.abs(tiles), -1, keepdim=True).to(torch.float32) * (1 / LARGEST)
+    return torch.div(tiles, scale).to(E4M3).reshape(y.shape), scale.reshape(M, -1)
+
+
+SPELLINGS = [by_quotient, by_reciprocal, by_inverse, clamped, by_product]
+
+
+def norm(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return functional.rms_norm(x, (N,), w, EPS)
+
+
+def given(dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+    rows = randn(M, N, dtype=dtype)
+    rows[1] *= 1e3
+    rows[2, :128] *= 1e-3
+    return [rows, randn(N, seed=2, dtype=dtype)]
+
+
+def check_pair(found: Pair, wanted: Pair) -> None:
+    """Compare rows in FP8, of which a few may be rounded to the other side, and their scales."""
+    assert found[0].dtype == wanted[0].dtype and found[0].shape == wanted[0].shape
+    one, other = (pair[0].view(torch.uint8).int() for pair in (found, wanted))
+    assert (one - other).abs().max() <= 1 and (one != other).float().mean() < 0.01
+    torch.testing.assert_close(found[1], wanted[1], rtol=3e-7, atol=0)
+
+
+class Linear(torch.autograd.Function):
+    """A recipe: what is multiplied is quantized, also the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+        y8, scales = by_quotient(y)
+        ctx.save_for_backward(y, m)
+        return (y8.float().unflatten(-1, (-1, 128)) * scales[..., None]).flatten(-2).to(y.dtype) @ m
+
+    @staticmethod
+    def backward(ctx: Any, dz: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        y, m = ctx.saved_tensors
+        z8, scales = by_quotient(dz)
+        dz = (z8.float().unflatten(-1, (-1, 128)) * scales[..., None]).flatten(-2).to(dz.dtype)
+        return dz @ m.T, y.T @ dz
+
+
+def layer(x: torch.Tensor, r: torch.Tensor, w: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+    """The stream, a norm, a product and the stream: dx is what the product before quantizes."""
+    h = x + Linear.apply(r, m)
+    return h + Linear.apply(norm(h, w), m)
+
+
+def training_step(
+    function: Any, *leaves: torch.Tensor, dynamic: bool = False
+) -> list[torch.Tensor]:
+    given = [one.detach().requires_grad_() for one in leaves]
+    for rows in given[: 2 * dynamic]:
+        torch._dynamo.mark_dynamic(rows, 0)
+    result = function(*given)
+    return [result, *torch.autograd.grad(result, given, torch.ones_like(result).cumsum(0))]
