@@ -39,6 +39,11 @@ def layers_autotuned() -> str:
     return _by_way(read("layers_autotuned_h200")["layers"])
 
 
+def layers_fp8() -> str:
+    """Milliseconds of those kernels on an H200, where linear layers multiply in FP8."""
+    return _by_way(read("layers_fp8_h200")["layers"])
+
+
 def layers_with_sums_h100() -> str:
     """Milliseconds of those kernels on an H100, which has no packages of its own for them."""
     return _by_way(read("layers_with_sums_h100")["layers"])
@@ -173,6 +178,7 @@ LAYERS_BLOCKS: dict[str, Callable[[], str]] = {
     "layers_rotated": layers_rotated,
     "layers_more": layers_more,
     "layers_autotuned": layers_autotuned,
+    "layers_fp8": layers_fp8,
     "layers_with_sums_h100": layers_with_sums_h100,
     "fewer_instructions": fewer_instructions,
     "in_two_formats": in_two_formats,

@@ -52,7 +52,7 @@ def test_every_committed_package_is_tested() -> None:
     more += ("rmsnorm_mxfp8_forward", "rmsnorm_rope_backward", "rmsnorm_rope_forward")
     more += ("gated_rmsnorm_backward", "gated_rmsnorm_forward", "rmsnorm_fp8_forward")
     alone = ("rmsnorm_sum2_backward", "rmsnorm_sum3_backward", "rope")
-    alone += ("rmsnorm_fp8_backward", "rmsnorm_mxfp8_backward")
+    alone += ("rmsnorm_fp8_backward", "rmsnorm_mxfp8_backward", "rmsnorm_fp8_residual_forward")
     operations = {"gb200": norms, "h100": (*norms, *more), "h200": (*norms, *more, *alone)}
     assert names == [f"{gpu}/{norm}" for gpu in operations for norm in sorted(operations[gpu])]
 

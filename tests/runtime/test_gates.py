@@ -126,6 +126,15 @@ def test_norm_and_gate_are_one_operator(
     assert asked[-1][-1] is False
 
 
+def test_a_gate_in_fp8_is_widened_before(gated: Package, asked: Asked) -> None:
+    """PyTorch does not say which dtypes have its numbers."""
+    x, z, w = (one.detach() for one in leaves(torch.bfloat16))
+    run, found = compiled(gated, lambda x, z, w: norm_first(x, z, w))
+    y = run(x, narrow := z.to(torch.float8_e4m3fn), w)
+    torch.testing.assert_close(y, norm_first(x, narrow, w), rtol=0.02, atol=0.02)
+    assert len(found) == 0 or found[0].args[1].meta["example_value"].dtype == torch.float32
+
+
 @pytest.mark.parametrize("name", ["norm, silu", "silu, norm", "norm, sigmoid"])
 def test_narrow_rows_are_rounded_once(gated: Package, name: str, asked: Asked) -> None:
     function, kind = KINDS[name]
