@@ -12,7 +12,8 @@ route, those of the fused kernels of forward and backward; with it, also
 - the terms of a sum before the norm, in the same way, where that is less: packages add them.
 
 What reads the result at other columns, as the rotary embedding does, is no such neighbour: Inductor
-computes the norm once more for it. A sum behind the norm costs nothing where a package has kernels.
+computes the norm once more for it. A sum or a quantization behind the norm costs nothing where
+there are kernels with it.
 """
 
 from __future__ import annotations

@@ -222,7 +222,21 @@ def places_go_on(y: torch.Tensor) -> Any:
     return (blocks / (amax / LARGEST)).to(E4M3), place
 
 
-@pytest.mark.parametrize("other", [amax_goes_on, wide_goes_on, places_go_on])
+def scales_of_other_blocks(y: torch.Tensor) -> Any:
+    more = y.float().view(M, -1, 64).abs().amax(-1) / LARGEST
+    return by_quotient(y)[0], more
+
+
+def wide_scales(y: torch.Tensor) -> Any:
+    blocks = y.double().view(M, -1, 128)
+    scale = blocks.abs().amax(-1, keepdim=True) / LARGEST
+    return (blocks / scale).to(E4M3), scale
+
+
+ON_THE_WAY = [amax_goes_on, wide_goes_on, places_go_on, scales_of_other_blocks, wide_scales]
+
+
+@pytest.mark.parametrize("other", ON_THE_WAY)
 def test_what_is_read_on_the_way_is_read_from_the_rows(
     quantized: Package, other: Callable[..., Any]
 ) -> None:
@@ -384,7 +398,27 @@ def others_are_quantized(y: torch.Tensor) -> Any:
     return ((blocks + 1) / scale).to(E4M3), scale
 
 
+def of_every_other_column(y: torch.Tensor) -> Any:
+    """There are as many of these as of blocks."""
+    scale = y.float().view(M, 128, 2).abs().amax(1).view(M, 2, 1) / LARGEST
+    return (y.float().view(M, 2, 128) / scale).to(E4M3), scale
+
+
+def each_by_each(y: torch.Tensor) -> Any:
+    tiles = y.float().view(1, -1, 128)
+    scale = tiles.abs().amax(-1, keepdim=True) / LARGEST
+    return (tiles / scale.view(-1, 1, 1)).to(E4M3), scale
+
+
+def by_nothing(y: torch.Tensor) -> Any:
+    scale = 0.0 * y.float().view(-1, 128).abs().amax(-1, keepdim=True)
+    return (y.float().view(-1, 128) / scale).to(E4M3), 1.0 / scale
+
+
 STAYS = [
+    of_every_other_column,
+    each_by_each,
+    by_nothing,
     mean_of_blocks,
     signed,
     of_64_columns,
@@ -466,8 +500,11 @@ def test_a_graph_that_gradients_may_be_computed_of_stays(
         torch.testing.assert_close(one, other)
 
 
-def test_a_weight_of_several_dimensions_stays(quantized: Package, asked_to_quantize: Asked) -> None:
-    x, w = randn(M, 2, N), randn(2, N, seed=2)
+@pytest.mark.parametrize("shape", [(2, N), (128, 128)])
+def test_a_weight_of_several_dimensions_stays(
+    quantized: Package, asked_to_quantize: Asked, shape: tuple[int, int]
+) -> None:
+    x, w = randn(M, *shape), randn(*shape, seed=2)
 
     def run(x: torch.Tensor, w: torch.Tensor) -> Any:
         tiles = quantized.rms_norm(x, w, EPS).view(-1, 128)

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import pickle
 import re
-from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,25 +14,14 @@ import normforge
 from normforge import rms_norm, rms_norm_quantized
 from normforge.frontends.quantized import QuantizedFunctions
 from normforge.frontends.quantized_node import (
-    SERVED,
     rms_norm_quantized_backward,
     rms_norm_quantized_forward,
 )
 from normforge.operations import FORMATS, RMSNORM_FP8_FORWARD
-from normforge.operations.formula import evaluate
 from normforge.operations.rmsnorm_quantized import quantize_1x128, quantize_mx
 from normforge.quantized import explain
-from tests.support.fake_driver import (
-    SPEC,
-    ComputingDriver,
-    FakeDevice,
-    at_address,
-    entry,
-    row_server,
-    rows_at,
-    stand_in,
-    use_row_servers,
-)
+from tests.support.fake_driver import FakeDevice
+from tests.support.quantized import launches_of
 
 M, N = 12, 256
 EPS = 1e-5
@@ -349,32 +336,9 @@ def test_it_says_why_no_kernel_serves(format: str) -> None:
         explain(4096, 1024, "bf16", format="fp4")
 
 
-class Device(ComputingDriver):
-    """Computes the operation from the arguments of its kernel."""
-
-    def compute(self, function: str, args: Any) -> None:
-        x = torch.stack(rows_at(args, "x", torch.bfloat16))
-        given = {"x": x, "weight": at_address(args.weight, args.columns, torch.bfloat16)}
-        numbers = {name: getattr(args, name) for name in ("eps", "rounded", "powers")}
-        found = evaluate(RMSNORM_FP8_FORWARD, given | numbers, offset=args.weight_offset)
-        for name, value in (found | {"y": found["y"].bfloat16()}).items():
-            if at := getattr(args, name):
-                at_address(at, value.numel(), value.dtype).copy_(value.flatten())
-
-
 @pytest.fixture
 def launched(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The launches of kernels, which take CPU tensors, of rows of 256 columns in bf16."""
-    driver = Device()
-    stand_in(monkeypatch, driver)
-    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
-    use_row_servers(monkeypatch, device)
-    name = RMSNORM_FP8_FORWARD.name
-    spec = replace(SPEC, operation=name, N=N, strategy="none", way="", partial_columns=0)
-    server = row_server(RMSNORM_FP8_FORWARD, entry(M, spec))
-    monkeypatch.setattr(server, "is_without_kernels", lambda x: False)
-    monkeypatch.setitem(SERVED("*/quantized")._servers, name, server)  # type: ignore[attr-defined]
-    return driver.launches
+    return launches_of(RMSNORM_FP8_FORWARD, M, N, device, monkeypatch)
 
 
 @pytest.mark.parametrize("keep_y", [False, True])

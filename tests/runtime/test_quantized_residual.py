@@ -3,8 +3,6 @@ gradients, by PyTorch's operators on the CPU, and by a kernel that the driver is
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +11,14 @@ import torch
 
 from normforge import rms_norm, rms_norm_quantized
 from normforge.frontends.quantized import QuantizedFunctions
-from normforge.frontends.quantized_node import SERVED, add_rms_norm_quantized_forward
+from normforge.frontends.quantized_node import add_rms_norm_quantized_forward
 from normforge.operations import FORMATS, STREAM_FORMATS
-from normforge.operations.formula import evaluate
 from normforge.quantized import explain
 from normforge.serve.collect import Recorder, collecting
-from tests.support.fake_driver import (
-    SPEC,
-    ComputingDriver,
-    FakeDevice,
-    at_address,
-    entry,
-    row_server,
-    rows_at,
-    stand_in,
-    use_row_servers,
-)
+from tests.support.fake_driver import FakeDevice
+from tests.support.quantized import BF16, launches_of
 
 M, N, EPS, FP8 = 12, 256, 1e-5, "fp8_1x128"
-BF16 = torch.bfloat16
 each_format = pytest.mark.parametrize("format", FORMATS)
 
 
@@ -175,34 +162,9 @@ def test_it_says_which_kernel_adds() -> None:
         explain(4096, 1024, "bf16", format="mxfp8_1x32", residual="bf16")
 
 
-class Device(ComputingDriver):
-    """Computes the operation from the arguments of its kernel."""
-
-    def compute(self, function: str, args: Any) -> None:
-        rows = {name: torch.stack(rows_at(args, name, BF16)) for name in ("x", "r")}
-        given = rows | {"weight": at_address(args.weight, args.columns, BF16)}
-        numbers = {name: getattr(args, name) for name in ("eps", "rounded", "powers")}
-        found = evaluate(STREAM_FORMATS[FP8], given | numbers, offset=args.weight_offset)
-        narrow = {name: found[name].bfloat16() for name in ("y", "h")}
-        for name, value in (found | narrow).items():
-            if at := getattr(args, name):
-                at_address(at, value.numel(), value.dtype).copy_(value.flatten())
-
-
 @pytest.fixture
 def launched(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The launches of kernels, which take CPU tensors, of rows of 256 columns in bf16."""
-    driver = Device()
-    stand_in(monkeypatch, driver)
-    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
-    use_row_servers(monkeypatch, device)
-    operation = STREAM_FORMATS[FP8]
-    spec = replace(SPEC, operation=operation.name, N=N, strategy="none", way="", partial_columns=0)
-    server = row_server(operation, entry(M, spec))
-    monkeypatch.setattr(server, "may_serve", lambda x: True)
-    servers = SERVED("*/quantized")._servers  # type: ignore[attr-defined]
-    monkeypatch.setitem(servers, operation.name, server)
-    return driver.launches
+    return launches_of(STREAM_FORMATS[FP8], M, N, device, monkeypatch)
 
 
 @pytest.mark.parametrize("keep_y", [False, True])
