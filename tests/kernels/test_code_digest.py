@@ -184,7 +184,7 @@ def test_committed_studies_are_of_todays_code(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(module, "_digests", {})
     neutral = {name: facts.neutral for name, facts in KNOBS.items() if facts.neutral is not None}
     names = [entry["study_name"] for entry in committed(0)]
-    assert len(names) == 493 and sum(name.startswith("layernorm_b") for name in names) == 47
+    assert len(names) == 505 and sum(name.startswith("layernorm_b") for name in names) == 47
     for entry in committed(4, step=100):
         problem = Problem.parse(names[entry["study_id"]].partition("@")[0])
         changed = (at for kind, at in RETUNED.items() if problem.operation.startswith(kind))

@@ -144,7 +144,7 @@ def test_spellings_of_dynamo_s_graphs(quantized: Package, served: list[str], spe
 def test_a_norm_beside_whose_quantization_more_is_fused_is_left(
     quantized: Package, served: list[str]
 ) -> None:
-    """As without the quantization."""
+    """It would be left without the quantization, too."""
     x, w = given()
 
     def run(x: torch.Tensor, z: torch.Tensor, w: torch.Tensor) -> Any:
