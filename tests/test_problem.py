@@ -90,6 +90,7 @@ def test_columns_that_are_rotated_are_all_unless_said() -> None:
         ("4096", "unknown shape list '4096'"),
         ("nonsense", "unknown shape list 'nonsense'"),
         ("defalt", "did you mean 'default'?"),
+        ("4096x1024:bf16,defalt", "did you mean 'default'?"),
         ("4096x1024", "has no dtype"),
         ("4096*1024:bf16", "malformed shape"),
         ("4096x1024:", "malformed shape"),
