@@ -345,6 +345,15 @@ def test_full_disk_refuses_the_lock_with_a_sentence(
         pass
 
 
+def test_a_run_makes_the_folders_that_it_writes_to(tmp_path: Path) -> None:
+    out = tmp_path / "a" / "b"
+    with exclusive_run(out):
+        assert (out / LOCK_NAME).exists()
+    with exclusive_run(out):  # which is there now
+        pass
+    assert list(out.iterdir()) == []
+
+
 def test_second_run_on_a_folder_is_refused_and_told_who_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
