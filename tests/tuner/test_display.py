@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import TextIO
 
 import pytest
@@ -16,6 +17,8 @@ from generator.shape_lists import load_problems
 from generator.studies.records import Winner
 from generator.tuner import display
 from generator.tuner.display import Status, table
+from generator.tuner.run import check_problems
+from tests.support.fake_devices import PROBLEMS, make_plan
 from tests.support.packages import variant_for
 
 PROBLEM = Problem.parse("65536x16384:bf16")
@@ -116,6 +119,14 @@ def test_a_long_phase_says_every_ten_seconds_how_far_it_is(
         "fallback kernels: 9/10 | 4 s left",
         "fallback kernels: 10/10 in 40 s",
     ]
+
+
+def test_planning_tells_of_each_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[str, int, int]] = []
+    status = Status(2, io.StringIO())
+    monkeypatch.setattr(status, "phase", lambda *phase: told.append(phase))
+    check_problems(make_plan(tmp_path, 1, problems=PROBLEMS[:2]), status)
+    assert told == [("planning", 1, 2), ("planning", 2, 2)]
 
 
 def test_a_terminal_gets_bars_of_every_phase_in_80_columns(
