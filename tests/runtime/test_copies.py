@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import io
 import logging
 import pickle
@@ -77,6 +78,22 @@ def test_another_process_gets_its_own_functions(tmp_path: Path) -> None:
         "assert normforge.rms_norm in found and normforge.install in found"
     )
     printed_by(code)
+
+
+@pytest.mark.parametrize("name", normforge._MODULES)
+def test_functions_of_one_module_bring_with_them_what_finds_them(name: str, tmp_path: Path) -> None:
+    """A process that has the generator imports no package with the library."""
+    module = importlib.import_module(f"normforge.{name}")
+    found = {n: f for n in module.__all__ if callable(f := getattr(module, n))}
+    (tmp_path / "functions").write_bytes(pickle.dumps(found))
+    code = f"""
+import generator, importlib, pickle, sys
+assert not any(name.startswith("normforge") for name in sys.modules)
+found = pickle.load(open("{{folder}}/functions", "rb"))
+module = importlib.import_module("normforge.{name}")
+assert found == {{name: getattr(module, name) for name in found}} != {{}}
+"""
+    printed_by(code, tmp_path)
 
 
 class NoNorm(torch.nn.RMSNorm):
