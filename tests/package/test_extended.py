@@ -17,6 +17,7 @@ from generator.package.fallback_kernels import (
 )
 from generator.package.known_winners import known_winners
 from generator.problem import Problem
+from generator.result import Result
 from generator.space.forward_space import fallback_forwards, tile_forwards
 from normforge.table import ForwardTable, Table
 from tests.support.packages import H200, compiled, entry, put, snapshot
@@ -103,13 +104,19 @@ def test_the_same_answer_again_changes_no_file(package: Path) -> None:
 
 
 def test_winners_of_a_package_are_read_back(package: Path, tmp_path: Path) -> None:
-    facts = {"us": 2.0, "floor_us": 1.0, "ratio": 2.0, "verified": "verified", "trials": 9}
     first = entry("4096x1024:bf16+residual")
-    put(package, replace(first, provenance=first.provenance | facts))
+    facts = {
+        **first.provenance,
+        **{"us": 2.0, "floor_us": 1.0, "ratio": 2.0, "verified": "verified"},
+        **{"trials": 9, "outcomes": {"ok": 9}, "study": "a study", "space": "a space"},
+    }
+    put(package, replace(first, provenance=facts))
     (winner,) = known_winners(package)
     assert (winner.problem, winner.target, winner.evidence) == (first.problem, "h200", "measured")
     assert winner.config == dict(first.variant.config)
-    assert winner.result.ratio == 2.0
+    assert winner.result == Result("ok", 2.0, 1.0, 2.0, "verified")
+    assert (winner.trials, winner.reason, winner.date) == (9, facts["reason"], facts["date"])
+    assert (winner.counts, winner.study, winner.space_hash) == ({"ok": 9}, "a study", "a space")
     first_line, _, *others = (package / "table.json").read_text().splitlines()
     foreign = "\n".join([first_line, *others]).replace("rmsnorm_backward", "softmax_backward")
     for damaged in (foreign, "{"):

@@ -22,6 +22,7 @@ from generator.package.emit import emit_package
 from generator.package.entries import Entry, Forwards
 from generator.package.known_winners import known_forwards
 from generator.problem import Problem
+from generator.result import Result
 from generator.search.budget import FORWARD_TRIALS
 from generator.search.search import search_problem
 from generator.search.starts import incumbent_and_starts
@@ -261,6 +262,8 @@ def test_forward_of_a_package_without_studies_is_the_incumbent(tmp_path: Path) -
     emit_package([backward], [], H200, package, Forwards((entry,), ()))
     (winner,) = known_forwards(package)
     assert (winner.problem, winner.config) == (FORWARD, variant.config)
+    assert winner.result == Result("ok", 10.0, 9.0, 1.11, "unverified")
+    assert (winner.trials, winner.counts, winner.study, winner.space_hash) == (0, {}, "", "")
     evaluator: Any = FakeEvaluator()
     found, _ = incumbent_and_starts(legal_of(FORWARD), evaluator, [winner], "study", None)  # type: ignore[arg-type]
     assert found == variant.config
