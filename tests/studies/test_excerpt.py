@@ -62,6 +62,13 @@ def test_what_is_wanted_is_as_in_the_whole_journal_and_the_rest_is_left_out(
     assert journal.read_bytes() == content
 
 
+def test_an_excerpt_is_not_written_to(journal: Path) -> None:
+    content, some = journal.read_bytes(), read_journal(journal, lambda name: name == "two")
+    with pytest.raises(RuntimeError, match="an excerpt is there to be read"):
+        optuna.create_study(study_name="four", storage=some)
+    assert journal.read_bytes() == content
+
+
 def test_a_journal_that_a_run_writes_comes_before_what_is_packed_beside_it(journal: Path) -> None:
     packed = pack(journal)
     assert describe_location(journal.parent) == str(journal)
