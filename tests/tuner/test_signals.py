@@ -14,6 +14,9 @@ import pytest
 
 from generator.paths import REPOSITORY
 from generator.tuner import lifecycle
+from generator.tuner import run as tuning
+from generator.tuner.display import Status
+from tests.support.fake_devices import PROBLEMS, make_plan
 from tests.support.fake_gpu import Landscape, born
 from tests.support.fake_run import Run
 from tests.support.patience import await_, patience
@@ -88,6 +91,20 @@ def test_ctrl_c_does_not_wait_for_a_trial_that_takes_long(tmp_path: Path) -> Non
     driver.join(60)
     assert time.monotonic() - start < 15, "a trial takes 30 s"
     assert run.said == "interrupted"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_behind_the_last_trial_is_told_to_the_caller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """There is no trial any more after which somebody would look."""
+    monkeypatch.setattr(tuning, "run_tasks", lambda *_: signal.raise_signal(number))
+    plan = make_plan(tmp_path, 1, problems=PROBLEMS[:1], devices=())
+    if number == signal.SIGINT:
+        with pytest.raises(KeyboardInterrupt):
+            tuning.tune(plan, None, Status(1))
+    else:
+        assert tuning.tune(plan, None, Status(1)).interrupted
 
 
 def test_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
