@@ -68,6 +68,41 @@ def test_turns_of_two_levels_are_those_of_a_group_and_of_the_groups() -> None:
     assert two["turns"] == pytest.approx((12 + 11) * MODEL.turn_us)
 
 
+def test_a_turn_adds_a_row_that_it_reads_and_writes() -> None:
+    for levels, turns in ((1, 132), (2, 12 + 11)):
+        own = variant(strategy="semaphore", levels=levels)
+        port = case(own).rates.port
+        assert parts(own)["adds"] == pytest.approx(turns * 2 * 1024 * 4 / port)
+
+
+@pytest.mark.parametrize(
+    "knobs", [{"strategy": "atomic"}, {"strategy": "bulk_reduce", "order": "free"}]
+)
+def test_the_last_of_the_arrivals_narrows_the_sums_and_zeroes_them(knobs: dict[str, str]) -> None:
+    own = case(variant(**knobs))
+    found, clocks = parts(own.variant), own.rates.clocks
+    arrival = MODEL.arrival_us + 132 * MODEL.counter_clocks / clocks
+    finish = MODEL.l2_latency_us + 2 * 1024 * 4 / own.rates.port
+    assert found["arrival"] == pytest.approx(arrival + finish)
+    bulk = own.variant.strategy.bulk_adds
+    of_an_sm = MODEL.bulk_add_bytes_per_clock if bulk else MODEL.add_bytes_per_clock
+    assert found["adds"] == pytest.approx(132 * 1024 * 4 / (of_an_sm * TARGET.sms * clocks))
+
+
+def test_a_second_kernel_costs_its_launch_and_its_sums() -> None:
+    for overlap, launch in (
+        ("none", MODEL.second_launch_us),
+        ("dependent", MODEL.overlapped_launch_us),
+    ):
+        own = case(variant(strategy="separate", overlap=overlap))
+        threads = own.variant["sum_threads"]
+        at_once = TARGET.sms * (TARGET.max_threads_per_sm // threads)
+        found = parts(own.variant)
+        assert found["second_launch"] == pytest.approx(launch)
+        sums = own.slices(132, threads, at_once, own.launch.sum_grid)
+        assert found["sums"] == pytest.approx(sums)
+
+
 def test_rows_that_fill_their_rounds_have_no_imbalance() -> None:
     own = variant(strategy="column_slices")
     spec = own.spec(TARGET.sms)
