@@ -246,6 +246,7 @@ model = torch.nn.Sequential(
 )
 x = torch.randn(4, 16)
 pickle.dump((model, x, model(x)), open("{folder}/model.pkl", "wb"))
+torch.save((x, model(x)), "{folder}/numbers.pt")
 torch.export.save(torch.export.export(model, (x,)), "{folder}/model.pt2")
 print(normforge.explain(4096, 4096, "bf16")["gpu"])
 """
@@ -258,11 +259,13 @@ model(x).sum().backward()
 print(normforge.explain(4096, 4096, "bf16")["gpu"])
 """
 LOAD_GRAPH = """
-import pickle, torch
-import normforge  # no name of it is used before the graph is loaded
+import torch
+import normforge  # no name of it is used before the graph has run
 program = torch.export.load("{folder}/model.pt2")
-_, x, wanted = pickle.load(open("{folder}/model.pkl", "rb"))
-assert torch.equal(program.module()(x), wanted)
+x, wanted = torch.load("{folder}/numbers.pt")
+found = program.module()(x)
+assert torch.equal(found, wanted)
+found.sum().backward()
 names = [str(node.target) for node in program.graph.nodes]
 assert names.count("normforge.rms_norm.v2") == 2, names
 print(normforge.explain(4096, 4096, "bf16")["gpu"])
@@ -281,6 +284,53 @@ def test_pickled_and_exported_models_run_with_the_tables_of_another_gpu(tmp_path
     for script in (LOAD.replace("{imports}", "import normforge"), LOAD_GRAPH):
         loaded = run(script, tmp_path, "h100,h200")  # there is no LayerNorm for the H100
         assert loaded.startswith("NVIDIA H100") and saved.startswith("NVIDIA H200")
+
+
+SAVE_NAMED = """
+import torch
+from generated.h200 import layernorm_backward, rmsnorm_backward, rmsnorm_invariant_backward
+from generated.h200 import rmsnorm_rope_backward, rope
+
+class Every(torch.nn.Module):
+    def forward(self, x, weight, cos, sin):
+        return [
+            layernorm_backward.layer_norm(x, weight),
+            rmsnorm_backward.rms_norm(x, weight),
+            rmsnorm_invariant_backward.rms_norm(x, weight),
+            rmsnorm_rope_backward.rms_norm_rope(x, weight, cos, sin),
+            rope.apply_rope(x, cos, sin),
+        ]
+
+torch.manual_seed(0)
+x, *others = torch.randn(2, 4, 16), torch.randn(16), torch.randn(2, 16), torch.randn(2, 16)
+given = (x.requires_grad_(), *others)
+torch.save((given, Every()(*given)), "{folder}/numbers.pt")
+torch.export.save(torch.export.export(Every(), given), "{folder}/model.pt2")
+"""
+LOAD_NAMED = """
+import sys, torch, normforge
+program = torch.export.load("{folder}/model.pt2")
+given, wanted = torch.load("{folder}/numbers.pt")
+found = program.module()(*given)
+assert all(map(torch.equal, found, wanted))
+sum(found).sum().backward()
+asked = [a for n in program.graph.nodes for a in n.args if n.op == "call_function"]
+print(*sorted(name for name in asked if isinstance(name, str)))
+from normforge import gated_packages, quantized_packages  # no export has operators of these
+for served, operation in (
+    (gated_packages.SERVED, "gated_rmsnorm_backward"),
+    (quantized_packages.SERVED, "rmsnorm_fp8_forward"),
+):
+    assert served("h200/" + operation).name == "h200/" + operation
+assert not any(name.startswith("generated") for name in sys.modules)
+"""
+
+
+def test_a_graph_brings_the_packages_of_the_gpu_that_it_names(tmp_path: Path) -> None:
+    run(SAVE_NAMED, tmp_path, "h200")
+    operations = ["layernorm_backward", "rmsnorm_backward", "rmsnorm_invariant_backward"]
+    operations += ["rmsnorm_rope_backward", "rope"]
+    assert run(LOAD_NAMED, tmp_path, "h100").split() == [f"h200/{name}" for name in operations]
 
 
 @pytest.mark.parametrize("order", ["", "FASTEST_FIRST", "PCI_BUS_ID"])
