@@ -224,6 +224,37 @@ def test_vectors_are_as_wide_as_every_step_between_rows_allows(
     assert found == [alignment]
 
 
+NO_KERNEL = SimpleNamespace(choose=lambda *_: SimpleNamespace(kernel=None), target={})
+
+
+@pytest.mark.parametrize(
+    ("table", "dtype", "foreign", "says"),
+    [
+        (NO_KERNEL, torch.float64, "", "there is no forward kernel for torch.float64"),
+        (None, torch.bfloat16, "", "this package has no forward kernels"),
+        (NO_KERNEL, torch.bfloat16, "these are for an H100", "these are for an H100"),
+        (NO_KERNEL, torch.bfloat16, "", "no forward kernel serves rows of 16 torch.bfloat16"),
+    ],
+)
+def test_rows_that_no_kernel_serves_are_pytorchs_and_the_reason_is_told(
+    forward: Forward,
+    monkeypatch: pytest.MonkeyPatch,
+    table: Any,
+    dtype: torch.dtype,
+    foreign: str,
+    says: str,
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(forward, "warn", told.append)
+    forward._source = cast(Any, lambda _: SimpleNamespace(forward=table))
+    monkeypatch.setattr(serve_module, "foreign_device", lambda *_: foreign)
+    with FakeTensorMode():
+        x = torch.empty(6, 16, device="cuda", dtype=dtype)
+    monkeypatch.setattr(type(x), "data_ptr", lambda self: 256)
+    assert forward._prepare(x, None, None) is serve_module.aten_forward
+    assert told == [f"{says}; using PyTorch's own"]
+
+
 def test_launch_gets_addresses_extents_and_the_function_for_the_residual(
     driver: FakeDriver, device: FakeDevice
 ) -> None:
