@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import subprocess
 import sys
@@ -31,6 +32,41 @@ def test_names_have_types_and_other_names_are_refused(checker: str, options: lis
         command, cwd=REPOSITORY, capture_output=True, text=True, timeout=patience(300)
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_overloads_state_the_defaults_of_the_function() -> None:
+    """A type checker and an editor show those of the overloads, and the function has its own."""
+    compared = 0
+    for path in sorted((REPOSITORY / "normforge").rglob("*.py")):
+        overloads: dict[str, list[ast.arguments]] = {}
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            if any(ast.unparse(one) == "overload" for one in node.decorator_list):
+                overloads.setdefault(node.name, []).append(node.args)
+                continue
+            has = defaults(node.args)
+            if (
+                node.args.kwarg is not None
+            ):  # which takes anything, for another that has the defaults
+                overloads.pop(node.name, None)
+            for overload in overloads.pop(node.name, ()):
+                stated = {name: text for name, text in defaults(overload).items() if text != "..."}
+                assert stated.items() <= has.items(), f"{path.name}: {node.name}"
+                compared += len(stated)
+        assert not overloads, path
+    assert compared > 20
+
+
+def defaults(arguments: ast.arguments) -> dict[str, str]:
+    """The defaults of the arguments that have one, as text."""
+    by_place = [*arguments.posonlyargs, *arguments.args]
+    having = by_place[len(by_place) - len(arguments.defaults) :]
+    pairs = [
+        *zip(having, arguments.defaults, strict=True),
+        *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True),
+    ]
+    return {argument.arg: ast.unparse(value) for argument, value in pairs if value is not None}
 
 
 def test_signature_of_a_layer_is_that_of_its_init() -> None:
