@@ -318,14 +318,17 @@ def test_text_and_page_say_the_same(summary: Summary) -> None:
         assert outcome in text
 
 
-def test_a_single_trial_says_nothing_about_knobs_and_warns_of_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("trials", [1, 2])
+def test_two_trials_tell_of_knobs_and_one_does_not_and_neither_warns(
+    tmp_path: Path, trials: int
+) -> None:
     problem, storage = Problem.parse(SHAPES[0]), open_storage(tmp_path / JOURNAL_NAME)
     legal = LegalConfigs(load_space(), problem, TARGET)
-    search_problem(legal, FakePool(), FakeEvaluator(), storage, Budget(trials=1))
+    search_problem(legal, FakePool(), FakeEvaluator(), storage, Budget(trials=trials))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         [study] = read_studies(tmp_path, importance=True)
-    assert (len(study.records), study.importance) == (1, {})
+    assert (len(study.records), bool(study.importance)) == (trials, trials == 2)
 
 
 def test_trials_that_are_out_of_date_say_nothing_about_knobs(folder: Path, tmp_path: Path) -> None:
