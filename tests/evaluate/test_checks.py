@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from generator.evaluate.gpu import session as session_module
 from generator.evaluate.gpu.evaluator import MeasuredEvaluator
 from generator.evaluate.gpu.noise import collect, noise_in
 from generator.evaluate.gpu.protocol import Candidate, Job
@@ -447,3 +448,25 @@ def test_every_output_is_judged_by_its_own_dtype(shape: str) -> None:
     bounds = RMSNORM_BACKWARD.bounds(problem, RMSNORM_BACKWARD.make_inputs(problem, CPU))
     assert bounds["dx"].unit == HALF_UNIT[problem.dtype]
     assert bounds["dw"].unit == HALF_UNIT[problem.weight_dtype]
+
+
+def test_facts_of_a_device_name_what_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They go into studies and packages, and NVML and the list of GPUs are asked with them."""
+    driver = SimpleNamespace(
+        cuDriverGetVersion=lambda: (0, 13020),
+        cuDeviceGet=lambda index: (0, f"handle {index}"),
+        cuDeviceGetPCIBusId=lambda size, handle: (0, b"0000:1B:00.0\0\0"),
+    )
+    properties = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132, uuid="1b-2c")
+    monkeypatch.setattr("cuda.bindings.driver", driver)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(session_module, "_driver_version", lambda: "580.95.05")
+    assert session_module.device_facts(3) == {
+        "name": "NVIDIA H200",
+        "sms": 132,
+        "uuid": "1b-2c",
+        "bus_id": "0000:1B:00.0",
+        "cuda_driver": "13.2",
+        "driver": "580.95.05",
+        "torch": torch.__version__,
+    }
