@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import subprocess
 import sys
@@ -67,6 +68,28 @@ def defaults(arguments: ast.arguments) -> dict[str, str]:
         *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True),
     ]
     return {argument.arg: ast.unparse(value) for argument, value in pairs if value is not None}
+
+
+EPS = {
+    **dict.fromkeys(("LayerNorm", "layer_norm", "layer_norm_forward"), 1e-5),
+    **dict.fromkeys(("RMSNorm", "rms_norm", "rmsnorm_forward", "rms_norm_quantized"), None),
+    **dict.fromkeys(("RMSNormGated", "rms_norm_gated", "rms_norm_rope", "qk_norm_rope"), 1e-6),
+}
+"""The eps that a call gets which names none: PyTorch's, and that of the models of the others."""
+
+
+@pytest.mark.parametrize("name", [*normforge._MODULES, "layernorm_forward"])
+def test_calls_without_an_eps_get_the_one_of_their_kind(name: str) -> None:
+    library = name in normforge._MODULES
+    module = importlib.import_module(f"{'normforge' if library else 'generated.h200'}.{name}")
+    having = 0
+    for each in module.__all__:
+        function = getattr(module, each)
+        if callable(function):
+            eps = inspect.signature(function).parameters.get("eps")
+            assert eps is None or eps.default == EPS[each], each
+            having += eps is not None
+    assert having
 
 
 def test_signature_of_a_layer_is_that_of_its_init() -> None:
