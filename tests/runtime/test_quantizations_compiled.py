@@ -53,6 +53,7 @@ def written_out(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return w * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("spelling", SPELLINGS)
 @pytest.mark.parametrize("of", ["backend", "backend, written out", "operator"])
 def test_compiled_norm_and_quantization_are_one_operator(
