@@ -189,29 +189,32 @@ def _replace(
         if "val" in item.meta and value is not None:
             item.meta["val"] = value[place]
     for ends, place in zip((found.narrow, found.scales), narrow, strict=True):
-        apart = len(ends) > 1 and any(map(_leaves, ends))
-        for end in ends:
-            made = _result_like(end, new, place, apart and end is not ends[0])
-            end.replace_all_uses_with(made)
+        _give(sorted(ends, key=_leaves, reverse=True), new, place)
     graph.erase_node(old)
     for node in reversed(found.nodes):
         if not node.users:
             graph.erase_node(node)
 
 
-def _result_like(end: Node, call: Node, place: int, apart: bool) -> Node:
-    """Add a result of a call in the shape of a node, before that. apart: in memory of its own."""
-    graph, value = end.graph, value_of(end)
-    with graph.inserting_before(end):
-        made = add_call(graph, end, operator.getitem, call, place)
-        if not isinstance(value_of(made), torch.Tensor) or not have_shape(
-            value_of(made), value.shape
-        ):
-            made = add_call(graph, end, _aten.view.default, made, sizes_of(value))
-        if apart:
-            made = add_call(graph, end, _aten.clone.default, made)
-    made.meta |= {key: end.meta[key] for key in VALUES if key in end.meta}
-    return made
+def _give(ends: list[Node], call: Node, place: int) -> None:
+    """Put a result of a call in the place of nodes, those that leave the graph first. If there are
+    such, no two of them become views of one memory."""
+    graph, made = call.graph, dict[Node, Node]()
+    for end in ends:
+        apart = bool(made) and _leaves(ends[0])
+        with graph.inserting_before(end if apart else call.next):
+            source = made[ends[0]] if apart else add_call(graph, end, operator.getitem, call, place)
+            shape = value_of(end).shape
+            if value_of(source) is None or not have_shape(value_of(source), shape):
+                source = add_call(graph, end, _aten.view.default, source, sizes_of(value_of(end)))
+            if apart:
+                source = add_call(graph, end, _aten.clone.default, source)
+        # With the memory of the end, which others are views of: Inductor drops copies of what does
+        # not share memory with a result.
+        source.meta |= {key: end.meta[key] for key in VALUES if key in end.meta}
+        made[end] = source
+    for end, source in made.items():
+        end.replace_all_uses_with(source)
 
 
 def _leaves(node: Node) -> bool:

@@ -222,7 +222,7 @@ class QuantizedFunctions(RowFunctions):
                 found = server.by_kernel(tensors, call.offset, into)
                 if not isinstance(found, str):
                     return found["y8"], found["y_scales"], found["rstd"], y, found["h"]
-        total = x + residual
+        total = (x + residual).contiguous()
         return *self._forward(total, weight, call), total
 
     def backward(self, *given: Any) -> Gradients:

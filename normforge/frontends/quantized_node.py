@@ -12,7 +12,8 @@ from ..operations import FORMATS, RowOperation
 from ..operations.formula import evaluate, quantized_like, wide_dtype
 from ..torch_internals import is_batched, is_plain, transforms_active, watched
 from .differentiable import differentiable_backward
-from .library import Served, define
+from .gradients import autograd_of, below_autograd
+from .library import Served, define, differentiate
 from .row_nodes import applied, is_ours
 
 Results = tuple[torch.Tensor, ...]
@@ -138,7 +139,7 @@ def numbers_of(operation: RowOperation, call: Any) -> dict[str, float]:
 def formula(x: Any, weight: Any, call: Call, residual: Any = None) -> Results:
     """Compute a call by PyTorch's operators. y and the sum with a residual are differentiable."""
     if residual is not None:
-        total = x + residual
+        total = (x + residual).contiguous()
         return *formula(total, weight, call), total
     operation = FORMATS[call.form]
     given = {"x": x, "weight": weight, **numbers_of(operation, call)}
@@ -151,10 +152,14 @@ def formula(x: Any, weight: Any, call: Call, residual: Any = None) -> Results:
 
 def _forward(x: Any, residual: Any, weight: Any, call: Call, package: str) -> Results:
     """Compute a call without gradients, of tensors that `is_ours` has seen."""
+    if not watched() and all(map(is_plain, (x, residual, weight))):
+        return SERVED(package).forward(x, weight, call, residual)
+    return _by_operator(x, residual, weight, call, package)
+
+
+def _by_operator(x: Any, residual: Any, weight: Any, call: Call, package: str) -> Results:
     found: Results
-    if not (is_dynamo_compiling() or watched()) and all(map(is_plain, (x, residual, weight))):
-        found = SERVED(package).forward(x, weight, call, residual)
-    elif residual is None:
+    if residual is None:
         found = rms_norm_quantized_forward(x, weight, *call, package)
     else:
         found = add_rms_norm_quantized_forward(x, residual, weight, *call, package)
@@ -162,30 +167,64 @@ def _forward(x: Any, residual: Any, weight: Any, call: Call, package: str) -> Re
 
 
 class QuantizedNode(torch.autograd.Function):
-    """A call of `_forward` whose y, or whose sum with a residual, gradients flow through."""
+    """A call in eager code whose y, or whose sum with a residual, gradients flow through."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, residual: Any, weight: Any, *given: Any) -> Results:
-        *call, ctx.package = given
-        y8, scales, rstd, *wide = _forward(x, residual, weight, Call(*call), ctx.package)
-        ctx.save_for_backward(x if residual is None else wide[-1], weight, rstd)
-        ctx.eps, ctx.offset, ctx.keep_y = call[0], call[1], call[3]
-        ctx.mark_non_differentiable(y8, scales, rstd)
-        ctx.set_materialize_grads(False)
-        return y8, scales, rstd, *wide
+        *call, package = given
+        found = _forward(x, residual, weight, Call(*call), package)
+        _save(ctx, x if residual is None else found[-1], weight, given, found)
+        return found
 
     @staticmethod
     def backward(ctx: Any, *given: Any) -> tuple[Any, ...]:
-        dy, *others = given[3:]
-        dtotal = others[0] if others else None
-        x, weight, rstd = ctx.saved_tensors
-        needs_x, needs_residual, needs_dw = ctx.needs_input_grad[:3]
-        needs = (needs_x or needs_residual, needs_dw)
-        dx, dw = dtotal, None
-        if dy is not None and ctx.keep_y:
-            dx, dw = _gradients(ctx, (dy, x, weight, rstd), needs, dtotal)
-        given_on = dx if needs_x else None, dx if needs_residual else None, dw if needs_dw else None
-        return *given_on, *(None,) * (len(Call._fields) + 1)
+        dx, dresidual, dw = _backward(ctx, ctx.needs_input_grad[:3], given)
+        return dx, dresidual, dw, *(None,) * (len(Call._fields) + 1)
+
+
+def _operator_node(operator: Any, tensors: int) -> type[torch.autograd.Function]:
+    """Return the node of an operator's calls, whose first arguments are x, a residual where there
+    are three tensors, and the weight."""
+
+    class OperatorQuantized(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *given: Any) -> Results:
+            x, *residual, weight = given[:tensors]
+            found = below_autograd(operator, given)
+            _save(ctx, found[-1] if residual else x, weight, given[tensors:], found)
+            return found
+
+        @staticmethod
+        def backward(ctx: Any, *given: Any) -> tuple[Any, ...]:
+            needs_x, *of_residual, needs_dw = ctx.needs_input_grad[:tensors]
+            dx, *others = _backward(ctx, (needs_x, any(of_residual), needs_dw), given)
+            return dx, *others[1 - len(of_residual) :], *(None,) * (len(Call._fields) + 1)
+
+    return OperatorQuantized
+
+
+def _save(ctx: Any, rows: Any, weight: Any, given: Any, found: Results) -> None:
+    """Keep what the backward needs. rows: those that were normalized; given: a call, and the name
+    of its package."""
+    *call, ctx.package = given
+    y8, scales, rstd, *_ = found
+    ctx.save_for_backward(rows, weight, rstd)
+    ctx.eps, ctx.offset, ctx.keep_y = call[0], call[1], call[3]
+    ctx.mark_non_differentiable(y8, scales, rstd)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, needs: Any, given: Any) -> tuple[Any, ...]:
+    """Return the gradients of x, a residual and the weight. needs: which of them are wanted; given:
+    the gradients of the results."""
+    dy, *others = given[3:]
+    dtotal = others[0] if others else None
+    needs_x, needs_residual, needs_dw = needs
+    dx, dw = dtotal, None
+    if dy is not None and ctx.keep_y:
+        wanted = (needs_x or needs_residual, needs_dw)
+        dx, dw = _gradients(ctx, (dy, *ctx.saved_tensors), wanted, dtotal)
+    return dx if needs_x else None, dx if needs_residual else None, dw if needs_dw else None
 
 
 def _gradients(ctx: Any, given: Any, needs: Any, dtotal: Any) -> Gradients:
@@ -211,8 +250,29 @@ def quantized_norm(x: Any, weight: Any, call: Call, package: str, residual: Any 
     """Compute `formula` as a package serves it; by PyTorch's operators where it does not."""
     if not is_ours(x, weight, residual):
         return formula(x, weight, call, residual)
+    if is_dynamo_compiling():  # autograd of an operator sees changes in place, and Dynamo's not
+        return _by_operator(x, residual, weight, call, package)
     if (call.keep_y or residual is not None) and torch.is_grad_enabled():
         found: Results = applied(QuantizedNode, x, residual, weight, *call, package)
         return found
     with torch.no_grad():
         return _forward(x, residual, weight, call, package)
+
+
+# ---- Registered once, when this is imported ------------------------------------------------------
+
+
+def _formula_of_operator(x: Any, weight: Any, *given: Any) -> Results:
+    return formula(x, weight, Call(*given[:-1]))
+
+
+def _formula_of_sum(x: Any, residual: Any, weight: Any, *given: Any) -> Results:
+    return formula(x, weight, Call(*given[:-1]), residual)
+
+
+for _operator, _kernel, _tensors, _by_pytorch in (
+    (rms_norm_quantized_forward, _run, 2, _formula_of_operator),
+    (add_rms_norm_quantized_forward, _run_of_sum, 3, _formula_of_sum),
+):
+    _node = _operator_node(_operator, _tensors)
+    differentiate(_operator, autograd_of(_operator, _kernel, _node, _by_pytorch))

@@ -169,3 +169,41 @@ def test_a_gradient_through_the_cast_leaves_the_norm(quantized: Package, served:
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3 * other.abs().max().item())
     assert served == []
+
+
+def twice(y: torch.Tensor) -> Any:
+    return *by_quotient(y), *by_quotient(y)
+
+
+def two_scales(y: torch.Tensor) -> Any:
+    blocks = y.float().view(M, -1, 128)
+    amax = blocks.abs().amax(-1, keepdim=True)
+    return (blocks / (amax / LARGEST)).to(E4M3), amax / LARGEST, (amax / LARGEST) * 1.0
+
+
+def one_within(y: torch.Tensor) -> Any:
+    """The scale that comes first is no result."""
+    blocks = y.float().view(M, -1, 128)
+    amax = blocks.abs().amax(-1, keepdim=True)
+    return (blocks / (amax / LARGEST)).to(E4M3), amax * (1 / LARGEST), (1 / LARGEST) * amax
+
+
+@pytest.mark.parametrize("recipe", [twice, two_scales, one_within])
+@pytest.mark.parametrize("of", ["backend", "operator"])
+def test_compiled_results_that_were_apart_stay_so(
+    quantized: Package, served: list[str], recipe: Callable[..., Any], of: str
+) -> None:
+    """Inductor drops a copy that it takes for one of nothing that leaves."""
+    x, w = given()
+    call = quantized.rms_norm if of == "operator" else norm
+    backend = "inductor" if of == "operator" else make_backend(quantized.ops)
+
+    def run(x: torch.Tensor, w: torch.Tensor) -> Any:
+        return recipe(call(x, w))
+
+    with torch.no_grad():
+        found = torch.compile(run, backend=backend, fullgraph=True)(x, w)
+    assert served == ["forward"]
+    for one, like in zip(found, run(x, w), strict=True):
+        torch.testing.assert_close(one.float(), like.float(), rtol=0.13, atol=1e-3)
+    assert len({one.untyped_storage().data_ptr() for one in found}) == len(found)

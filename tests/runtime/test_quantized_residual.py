@@ -212,3 +212,46 @@ def test_gradients_are_of_the_package_s_norm(monkeypatch: pytest.MonkeyPatch) ->
     torch.autograd.grad((y + 2 * h).sum(), [x, residual, weight])
     ((need_dx, need_dw, dresidual),) = asked
     assert need_dx and need_dw and torch.equal(dresidual, torch.full_like(h, 2.0))
+
+
+# ---- Memory --------------------------------------------------------------------------------------
+
+
+def test_the_sum_of_rows_in_another_order_is_contiguous() -> None:
+    """It is what the operator says of itself."""
+    _, _, weight = (one.detach() for one in drawn(torch.float32))
+    leaves = [torch.randn(4, M, N, requires_grad=True) for _ in range(2)]
+
+    def run(x: torch.Tensor, r: torch.Tensor) -> Any:
+        x, r = x.transpose(0, 1), r.transpose(0, 1)
+        return rms_norm_quantized(x, weight, EPS, residual=r, keep_y=True)
+
+    torch.compiler.reset()
+    for found in (run(*leaves), torch.compile(run, fullgraph=True)(*leaves)):
+        assert found[4].is_contiguous()
+        gradients = torch.autograd.grad((found[3] * found[4]).sum(), leaves)
+        total = sum(leaves).transpose(0, 1)  # type: ignore[call-overload]
+        wanted = torch.autograd.grad((rms_norm(total, weight, EPS) * total).sum(), leaves)
+        for one, other in zip(gradients, wanted, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor", None])
+@pytest.mark.parametrize("of_sum", [False, True])
+def test_changes_of_what_the_backward_needs_are_seen(backend: str | None, of_sum: bool) -> None:
+    """Rows that were normalized, or a sum, are changed behind the call."""
+    x, residual, weight = drawn(torch.float32)
+
+    def run(x: torch.Tensor, r: torch.Tensor, w: torch.Tensor) -> Any:
+        rows = x * 1
+        if of_sum:
+            *_, y, rows = rms_norm_quantized(rows, w, EPS, residual=r, keep_y=True)
+        else:
+            *_, y = rms_norm_quantized(rows, w, EPS, keep_y=True)
+        rows.add_(3.0)
+        return (y * rows).sum()
+
+    torch.compiler.reset()
+    called = run if backend is None else torch.compile(run, backend=backend, fullgraph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(called(x, residual, weight), [x, weight])
