@@ -103,3 +103,156 @@ def training_step(
         torch._dynamo.mark_dynamic(rows, 0)
     result = function(*given)
     return [result, *torch.autograd.grad(result, given, torch.ones_like(result).cumsum(0))]
+
+
+# ---- Others that look like them ------------------------------------------------------------------
+
+
+def mean_of_blocks(y: torch.Tensor) -> Any:
+    blocks = y.float().unflatten(-1, (-1, 128))
+    scale = blocks.abs().mean(-1, keepdim=True) / LARGEST
+    return (blocks / scale).to(E4M3), scale
+
+
+def signed(y: torch.Tensor) -> Any:
+    blocks = y.float().unflatten(-1, (-1, 128))
+    scale = blocks.amax(-1, keepdim=True) / LARGEST
+    return (blocks / scale).to(E4M3), scale
+
+
+def of_64_columns(y: torch.Tensor) -> Any:
+    blocks = y.float().unflatten(-1, (-1, 64))
+    scale = blocks.abs().amax(-1, keepdim=True) / LARGEST
+    return (blocks / scale).to(E4M3), scale
+
+
+def of_rows(y: torch.Tensor) -> Any:
+    scale = y.abs().amax(-1, keepdim=True).float() / LARGEST
+    return (y / scale).to(E4M3), scale
+
+
+def of_columns(y: torch.Tensor) -> Any:
+    """128 rows of a column."""
+    blocks = y.t().reshape(-1, 128) if M % 128 == 0 else y.t().reshape(-1, M)
+    scale = blocks.abs().amax(-1, keepdim=True).float() / LARGEST
+    return (blocks / scale).to(E4M3), scale
+
+
+def across(y: torch.Tensor) -> Any:
+    """The largest of the blocks of a place, not of its own."""
+    blocks = y.float().view(M, 2, 128)
+    scale = blocks.abs().amax(1, keepdim=True) / LARGEST
+    return (blocks / scale).to(E4M3), scale
+
+
+def other_blocks(y: torch.Tensor) -> Any:
+    """The scales of the rows turned around."""
+    blocks = y.float().view(-1, 128)
+    scale = (blocks.abs().amax(-1, keepdim=True) / LARGEST).flip(0)
+    return (blocks / scale).to(E4M3), scale
+
+
+def to_240(y: torch.Tensor) -> Any:
+    blocks = y.float().view(-1, 128)
+    scale = blocks.abs().amax(-1, keepdim=True) / 240.0
+    return (blocks / scale).to(E4M3), scale
+
+
+def to_e5m2(y: torch.Tensor) -> Any:
+    blocks = y.float().view(-1, 128)
+    scale = blocks.abs().amax(-1, keepdim=True) / LARGEST
+    return (blocks / scale).to(torch.float8_e5m2), scale
+
+
+def multiplied(y: torch.Tensor) -> Any:
+    """With the scale, not with its reciprocal."""
+    blocks = y.float().view(-1, 128)
+    scale = blocks.abs().amax(-1, keepdim=True) / LARGEST
+    return (blocks * scale).to(E4M3), scale
+
+
+def narrow_scales(y: torch.Tensor) -> Any:
+    blocks = y.view(-1, 128)
+    scale = blocks.abs().amax(-1, keepdim=True) / LARGEST
+    return (blocks / scale).to(E4M3), scale
+
+
+def cast_scales(y: torch.Tensor) -> Any:
+    blocks = y.float().view(-1, 128)
+    scale = (blocks.abs().amax(-1, keepdim=True) / LARGEST).bfloat16()
+    return (blocks / scale).to(E4M3), scale
+
+
+def rounded_before(y: torch.Tensor) -> Any:
+    blocks = y.float().view(-1, 128)
+    scale = blocks.abs().amax(-1, keepdim=True) / LARGEST
+    return (blocks / scale).bfloat16().to(E4M3), scale
+
+
+def of_large_blocks_alone(y: torch.Tensor) -> Any:
+    """Its least amax is not there to avoid a division by zero."""
+    blocks = y.float().view(-1, 128)
+    scale = blocks.abs().amax(-1, keepdim=True).clamp_min(0.5) / LARGEST
+    return (blocks / scale).to(E4M3), scale
+
+
+def capped(y: torch.Tensor) -> Any:
+    blocks = y.float().view(-1, 128)
+    scale = blocks.abs().amax(-1, keepdim=True).clamp(1e-12, 2.0) / LARGEST
+    return (blocks / scale).to(E4M3), scale
+
+
+def cut(y: torch.Tensor) -> Any:
+    """Its numbers are clamped to less than FP8 has."""
+    blocks = y.float().view(-1, 128)
+    scale = blocks.abs().amax(-1, keepdim=True) / LARGEST
+    return (blocks / scale).clamp(-240.0, 240.0).to(E4M3), scale
+
+
+def others_are_quantized(y: torch.Tensor) -> Any:
+    """More than the rows is scaled."""
+    blocks = y.float().view(-1, 128)
+    scale = blocks.abs().amax(-1, keepdim=True) / LARGEST
+    return ((blocks + 1) / scale).to(E4M3), scale
+
+
+def of_every_other_column(y: torch.Tensor) -> Any:
+    """There are as many of these as of blocks."""
+    scale = y.float().view(M, 128, 2).abs().amax(1).view(M, 2, 1) / LARGEST
+    return (y.float().view(M, 2, 128) / scale).to(E4M3), scale
+
+
+def each_by_each(y: torch.Tensor) -> Any:
+    tiles = y.float().view(1, -1, 128)
+    scale = tiles.abs().amax(-1, keepdim=True) / LARGEST
+    return (tiles / scale.view(-1, 1, 1)).to(E4M3), scale
+
+
+def by_nothing(y: torch.Tensor) -> Any:
+    scale = 0.0 * y.float().view(-1, 128).abs().amax(-1, keepdim=True)
+    return (y.float().view(-1, 128) / scale).to(E4M3), 1.0 / scale
+
+
+NO_RECIPES = [
+    of_every_other_column,
+    each_by_each,
+    by_nothing,
+    mean_of_blocks,
+    signed,
+    of_64_columns,
+    of_rows,
+    of_columns,
+    across,
+    other_blocks,
+    to_240,
+    to_e5m2,
+    multiplied,
+    narrow_scales,
+    cast_scales,
+    rounded_before,
+    of_large_blocks_alone,
+    capped,
+    cut,
+    others_are_quantized,
+]
+"""Quantizations that are not in blocks of 128 columns, or not by their largest magnitudes."""
