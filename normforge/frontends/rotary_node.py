@@ -75,7 +75,8 @@ def rotary_embedding(*given: Any) -> torch.Tensor:
     *call, package = given
     if not is_ours(*call[:3]):
         return formula(*call, **flags_of(package))
-    if not torch.is_grad_enabled():
+    # Autograd of an operator sees changes in place of what it saves; Dynamo's of a node does not.
+    if not torch.is_grad_enabled() or is_dynamo_compiling():
         return _rotated(*given)
     y: torch.Tensor = applied(RotaryNode, *given)
     return y
