@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-LARGEST = 448.0
+from normforge.operations.rmsnorm_quantized import LARGEST
+
 BLOCK = 128
 
 

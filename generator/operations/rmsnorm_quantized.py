@@ -119,12 +119,4 @@ def _operation(operation: RowOperation) -> Operation:
     )
 
 
-RMSNORM_QUANTIZED = tuple(
-    _operation(operation)
-    for formats in (
-        operations.FORMATS,
-        operations.BACKWARD_FORMATS,
-        operations.STREAM_FORMATS,
-    )
-    for operation in formats.values()
-)
+RMSNORM_QUANTIZED = tuple(_operation(operations.OPERATIONS[name]) for name in operations.QUANTIZED)

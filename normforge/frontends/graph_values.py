@@ -80,9 +80,14 @@ def are_alike(one: Any, two: Any) -> bool:
     """Return True if two values are tensors of one shape, dtype and device."""
     if not isinstance(one, torch.Tensor) or not isinstance(two, torch.Tensor):
         return False
-    if (one.dtype, one.device, one.dim()) != (two.dtype, two.device, two.dim()):
+    if (one.dtype, one.device) != (two.dtype, two.device):
         return False
-    return all(map(same_size, one.shape, two.shape))
+    return has_shape(one, two.shape)
+
+
+def has_shape(tensor: torch.Tensor, shape: Sequence[Any]) -> bool:
+    """Return True if a tensor has a shape for every value of its symbols."""
+    return tensor.dim() == len(shape) and all(map(same_size, tensor.shape, shape))
 
 
 def is_contiguous(tensor: torch.Tensor) -> bool:

@@ -33,7 +33,8 @@ _log = logging.getLogger(__name__)
 
 
 def missing_beside(operators: Any) -> list[str]:
-    """Say which kernels there are that additions are folded for, beside the norm's own."""
+    """Say which kernels there are, beside the norm's own, that additions and quantizations are
+    folded for."""
     found = [getattr(getattr(operators, name, None), "missing", "") for name in _BESIDE]
     return [*found, *missing_quantized(operators)]
 
@@ -47,8 +48,9 @@ def fold_all(graph: torch.fx.Graph) -> int:
         for package in dict.fromkeys(arguments_of(node)["package"] for node in found):
             operators = norm.served(package)
             if operators.package == package:
-                kinds = ("additions", "quantizations")
-                folded.update(dict(zip(kinds, fold_beside(graph, operators), strict=True)))
+                additions, quantizations = fold_beside(graph, operators)
+                folded["additions"] += additions
+                folded["quantizations"] += quantizations
         if found:
             ask_for_layouts(graph, norm)
     if folded.total():

@@ -5,7 +5,7 @@ the largest magnitude of a block."""
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import inf, isclose
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ import torch
 from torch.fx import Node
 
 from ..operations.rmsnorm_quantized import LARGEST
-from .graph_values import is_contiguous, same_size, value_of
+from .graph_values import has_shape, is_contiguous, same_size, value_of
 from .spellings import argument, cast_of, keeps_numbers, kind
 
 BLOCK = 128
@@ -96,12 +96,7 @@ def read_quantization(rows: Node) -> Quantization | None:
 
 
 def _fits(value: torch.Tensor, shape: tuple[Any, ...]) -> bool:
-    return is_contiguous(value) and (have_shape(value, shape) or sizes_of(value) is not None)
-
-
-def have_shape(value: torch.Tensor, shape: Sequence[Any]) -> bool:
-    """Return True if a tensor has a shape, whatever its symbols are."""
-    return value.dim() == len(shape) and all(map(same_size, value.shape, shape))
+    return is_contiguous(value) and (has_shape(value, shape) or sizes_of(value) is not None)
 
 
 def sizes_of(value: torch.Tensor) -> list[int] | None:
@@ -148,7 +143,7 @@ def _takes_all(node: Node) -> bool:
     if node.target is not operator.getitem:
         return False
     index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-    return all(any(one is each or one == each for each in _WHOLE) for one in index)
+    return all(one in _WHOLE for one in index)
 
 
 def _cast(node: Node, source: Any, rows: Node) -> Any:

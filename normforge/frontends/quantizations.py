@@ -24,13 +24,14 @@ from .graph_values import (
     VALUES,
     add_call,
     are_alike,
+    has_shape,
     in_one_place,
     is_contiguous,
     same_size,
     value_of,
 )
 from .graph_writes import is_pure_operator, may_be_a_view
-from .quantization_reader import Quantization, have_shape, read_quantization, sizes_of
+from .quantization_reader import Quantization, read_quantization, sizes_of
 from .quantized_backward import rms_norm_backward_quantized
 from .quantized_node import add_rms_norm_quantized_forward, rms_norm_quantized_forward
 from .routes import INPUTS, arguments_of, calls_of, getitems
@@ -205,7 +206,7 @@ def _give(ends: list[Node], call: Node, place: int) -> None:
         with graph.inserting_before(end if apart else call.next):
             source = made[ends[0]] if apart else add_call(graph, end, operator.getitem, call, place)
             shape = value_of(end).shape
-            if value_of(source) is None or not have_shape(value_of(source), shape):
+            if value_of(source) is None or not has_shape(value_of(source), shape):
                 source = add_call(graph, end, _aten.view.default, source, sizes_of(value_of(end)))
             if apart:
                 source = add_call(graph, end, _aten.clone.default, source)

@@ -39,6 +39,8 @@ from tests.support.recipes import (
     layer,
     norm,
     training_step,
+    twice,
+    two_scales,
 )
 
 pytestmark = [pytest.mark.usefixtures("aten", "fresh", "own_cache"), needs_whole_forward]
@@ -109,6 +111,16 @@ def test_others_take_the_rows_as_they_were(quantized: Package) -> None:
         torch.testing.assert_close(one, other)
 
 
+@pytest.fixture
+def no_sums(quantized: Package, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernel adds the residual stream."""
+
+    def have(_: Any, x: Any, weight: Any, operations: Any, **options: Any) -> bool:
+        return STREAM_FORMATS["fp8_1x128"] not in operations
+
+    monkeypatch.setattr(QuantizedFunctions, "have_kernels", have)
+
+
 def stream(package: Package) -> Any:
     def run(x: torch.Tensor, r: torch.Tensor, w: torch.Tensor) -> Any:
         y, h = package.rms_norm(x, w, EPS, residual=r, residual_dtype=r.dtype)
@@ -138,13 +150,8 @@ def test_the_sum_of_a_stream_is_part_of_it(
     assert torch.equal(found[2], wanted[2])
 
 
-def test_without_a_kernel_that_adds_the_sum_is_before_it(
-    quantized: Package, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def have(_: Any, x: Any, weight: Any, operations: Any, **options: Any) -> bool:
-        return STREAM_FORMATS["fp8_1x128"] not in operations
-
-    monkeypatch.setattr(QuantizedFunctions, "have_kernels", have)
+@pytest.mark.usefixtures("no_sums")
+def test_without_a_kernel_that_adds_the_sum_is_before_it(quantized: Package) -> None:
     x, w = given()
     run, arguments = stream(quantized), (x, x.flip(0), w)
     module = routed(quantized, run, *arguments)
@@ -252,16 +259,6 @@ def test_what_is_read_on_the_way_is_read_from_the_rows(
     found, wanted = module(x, w), run(x, w)
     assert ((found[0].float() - wanted[0].float()).abs() <= wanted[0].float().abs() / 8).all()
     torch.testing.assert_close(found[1], wanted[1])
-
-
-def twice(y: torch.Tensor) -> Any:
-    return *by_quotient(y), *by_quotient(y)
-
-
-def two_scales(y: torch.Tensor) -> Any:
-    blocks = y.float().view(M, -1, 128)
-    amax = blocks.abs().amax(-1, keepdim=True)
-    return (blocks / (amax / LARGEST)).to(E4M3), amax / LARGEST, (amax / LARGEST) * 1.0
 
 
 def written_to(y: torch.Tensor) -> Any:
@@ -377,13 +374,9 @@ def test_a_weight_of_several_dimensions_stays(
     check_pair(module(x, w), run(x, w))
 
 
-def test_rows_in_another_order_keep_it(quantized: Package, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("no_sums")
+def test_rows_in_another_order_keep_it(quantized: Package) -> None:
     """PyTorch's sum of them would not be contiguous."""
-
-    def have(_: Any, x: Any, weight: Any, operations: Any, **options: Any) -> bool:
-        return STREAM_FORMATS["fp8_1x128"] not in operations
-
-    monkeypatch.setattr(QuantizedFunctions, "have_kernels", have)
     x, r = (randn(4, M, N, seed=seed).transpose(0, 1) for seed in (1, 2))
 
     def run(x: torch.Tensor, r: torch.Tensor, w: torch.Tensor) -> Any:

@@ -28,6 +28,8 @@ from tests.support.recipes import (
     layer,
     norm,
     training_step,
+    twice,
+    two_scales,
 )
 
 pytestmark = [pytest.mark.usefixtures("aten", "fresh", "own_cache"), needs_whole_forward]
@@ -169,16 +171,6 @@ def test_a_gradient_through_the_cast_leaves_the_norm(quantized: Package, served:
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3 * other.abs().max().item())
     assert served == []
-
-
-def twice(y: torch.Tensor) -> Any:
-    return *by_quotient(y), *by_quotient(y)
-
-
-def two_scales(y: torch.Tensor) -> Any:
-    blocks = y.float().view(M, -1, 128)
-    amax = blocks.abs().amax(-1, keepdim=True)
-    return (blocks / (amax / LARGEST)).to(E4M3), amax / LARGEST, (amax / LARGEST) * 1.0
 
 
 def one_within(y: torch.Tensor) -> Any:
