@@ -11,7 +11,7 @@ from torch.compiler import is_dynamo_compiling
 from ..torch_internals import is_batched, is_plain, transforms_active, watched
 from .library import define
 from .rope_node import SERVED, flags_of, formula, gradients_by_formula
-from .row_nodes import applied, is_ours
+from .row_nodes import applied, in_graphs, is_ours
 
 Packed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """q, k and v."""
@@ -117,6 +117,9 @@ class PackedNode(torch.autograd.Function):
         return dqkv, of_q, of_k, *(None,) * 7
 
 
+_in_graphs = in_graphs(PackedNode)
+
+
 def packed_norms(*given: Any) -> Packed:
     """Return q, k and v as a package serves them, of a projection, the weights of queries and of
     keys, cos and sin of shape (..., 1, R / 2), the numbers of heads, eps, what is added to the
@@ -125,5 +128,5 @@ def packed_norms(*given: Any) -> Packed:
         return _by_formula(*given)
     if not torch.is_grad_enabled():
         return _forward(*given)
-    found: Packed = applied(PackedNode, *given)
+    found: Packed = _in_graphs(*given) if is_dynamo_compiling() else applied(PackedNode, *given)
     return found

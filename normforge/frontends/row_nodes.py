@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,6 +42,16 @@ def applied(node: type[torch.autograd.Function], *given: Any) -> Any:
     try:
         return node.apply(*given)
     except RuntimeError as error:
-        if is_dynamo_compiling():
-            raise
         return node.apply(*without_inference(error, *given))
+
+
+def in_graphs(node: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """Return what applies a node in compiled code, which is one node of Dynamo's graph. Autograd
+    then sees changes in place of what it saved, where AOTAutograd traces it; in a node that Dynamo
+    looks into, nobody does."""
+
+    @torch.compiler.allow_in_graph
+    def apply_in_graph(*given: Any) -> Any:
+        return applied(node, *given)
+
+    return apply_in_graph

@@ -120,6 +120,37 @@ def test_selective_checkpointing_keeps_or_repeats_the_forward(
     close(found, gradients(function.y, leaves, rest))
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@of(ONE_OF_EACH)
+def test_compiled_code_sees_changes_in_place_as_eager_code_does(
+    function: Function, backend: str
+) -> None:
+    """Each argument is changed behind the call. Where its old numbers are what the backward needs,
+    a gradient is refused."""
+    leaves, rest = function.leaves(), function.rest()
+
+    def is_refused(changed: int, compiled: bool) -> bool:
+        def run(*given: torch.Tensor) -> torch.Tensor:
+            made = [one * 1 for one in given]
+            total = function.y(*made).square().sum()
+            made[changed].add_(1.0)
+            return total
+
+        torch.compiler.reset()
+        called = torch.compile(run, backend=backend, fullgraph=True) if compiled else run
+        try:
+            torch.autograd.grad(called(*leaves, *rest), leaves)
+        except RuntimeError as error:
+            assert "modified by an inplace operation" in str(error)
+            return True
+        return False
+
+    places = range(len(leaves) + len(rest))
+    refused = [is_refused(place, compiled=False) for place in places]
+    assert any(refused)
+    assert [is_refused(place, compiled=True) for place in places] == refused
+
+
 # ---- Modes and transforms ------------------------------------------------------------------------
 
 

@@ -236,18 +236,12 @@ def test_the_sum_of_rows_in_another_order_is_contiguous() -> None:
             torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor", None])
-@pytest.mark.parametrize("of_sum", [False, True])
-def test_changes_of_what_the_backward_needs_are_seen(backend: str | None, of_sum: bool) -> None:
-    """Rows that were normalized, or a sum, are changed behind the call."""
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", None])
+def test_a_change_of_the_sum_is_seen(backend: str | None) -> None:
     x, residual, weight = drawn(torch.float32)
 
     def run(x: torch.Tensor, r: torch.Tensor, w: torch.Tensor) -> Any:
-        rows = x * 1
-        if of_sum:
-            *_, y, rows = rms_norm_quantized(rows, w, EPS, residual=r, keep_y=True)
-        else:
-            *_, y = rms_norm_quantized(rows, w, EPS, keep_y=True)
+        *_, y, rows = rms_norm_quantized(x, w, EPS, residual=r, keep_y=True)
         rows.add_(3.0)
         return (y * rows).sum()
 
