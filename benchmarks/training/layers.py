@@ -10,40 +10,37 @@ their neighbours by `patch(fuse=True)` under Inductor (`fused`), and this and th
 `autotuned` and `both_autotuned` are Inductor and `both` with max-autotune, which takes minutes. Not
 compiled: the model as it is (`eager`), `eager_patched` and `eager_fused`. For each the command
 prints milliseconds of all kernels of a step and of those beside products and attention, then the
-latter by name. --fp8 lets linear layers multiply in FP8, in blocks of 128 columns. --out keeps all
-of it in a file. Needs transformers and a GPU.
+latter by name, and the milliseconds of a step on the GPU's clock. --fp8 lets linear layers multiply
+in FP8, in blocks of 128 columns. --ranks splits the products of a layer over as many GPUs, by
+tensor parallelism; --sequence then splits the tokens beside them. Communication does not count as
+"beside products". --out keeps all of it in a file. Needs transformers and a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from statistics import median
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.command import OPTIONS
 from benchmarks.gpu import open_session, target_of
 from benchmarks.results import machine, module_facts, write_json
 from benchmarks.training.fp8_linear import multiply_in_fp8
 from benchmarks.training.layer_models import KINDS, MODELS, NAMES
+from benchmarks.training.step_kernels import Kernels, Step, kernels_of, milliseconds_of, summary
 from benchmarks.training.steps import TOKENS
+from benchmarks.training.tensor_parallel import SPLIT, on_ranks, split
 from generator.evaluate.gpu.order import balanced_orders
 from generator.paths import GENERATED
 from normforge.table import TABLE
-
-Step = Callable[[], None]
-Kernels = list[tuple[str, float]]
-"""Names of kernels, and their microseconds in one step."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +77,6 @@ WAYS = {
         mode=AUTOTUNED,
     ),
 }
-PRODUCTS = re.compile(
-    r"gemm|cutlass|nvjet|xmma|cublas|splitk|sm\d+_|flash|fmha|cudnn|attention|conv_?depthwise", re.I
-)
-"""Names of the kernels of matrix products and attention, and of short convolutions."""
 
 
 _RECURRENCES = ("chunk_gated_delta_rule", "torch_chunk_gated_delta_rule")
@@ -133,13 +126,22 @@ class Layer(torch.nn.Module):
         return result
 
 
-def step_of(layer: Layer, way: str, x: torch.Tensor, dy: torch.Tensor) -> Step:
-    """Return forward and backward of a layer under a way."""
+def step_of(
+    layer: Layer,
+    way: str,
+    x: torch.Tensor,
+    dy: torch.Tensor,
+    prepare: Callable[[torch.nn.Module], None] | None = None,
+) -> Step:
+    """Return forward and backward of a layer under a way. prepare: changes the decoder layer before
+    it is compiled."""
     import normforge
 
     layer, how = deepcopy(layer), WAYS[way]
     if how.patched:
         normforge.patch(layer, fuse=how.fuse)
+    if prepare is not None:
+        prepare(layer.layer)
     run: Any = layer
     if how.backend is not None:
         ours = how.backend == "normforge"
@@ -154,31 +156,6 @@ def step_of(layer: Layer, way: str, x: torch.Tensor, dy: torch.Tensor) -> Step:
     return step
 
 
-def kernels_of(step: Step) -> Kernels:
-    """Return the kernels of a step on a GPU."""
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        step()
-        torch.cuda.synchronize()
-    events = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
-    return [(event.name, event.device_time_total) for event in events]
-
-
-def summary(kernels: Iterable[Kernels]) -> tuple[float, float, list[tuple[str, float, int]]]:
-    """Return the milliseconds of all kernels of a step and of those beside matrix products and
-    attention, medians of several steps; and these of the last step by name, longest first."""
-    whole, others, last = list[float](), list[float](), Kernels()
-    for step in kernels:
-        last = [(name, us) for name, us in step if not PRODUCTS.search(name)]
-        whole.append(sum(us for _, us in step) / 1e3)
-        others.append(sum(us for _, us in last) / 1e3)
-    times, counts = Counter[str](), Counter[str]()
-    for name, us in last:
-        times[name] += us  # type: ignore[assignment]
-        counts[name] += 1
-    by_name = [(name, us / 1e3, counts[name]) for name, us in times.most_common()]
-    return median(whole), median(others), by_name
-
-
 def report(model: str, way: str, steps: Iterable[Kernels]) -> str:
     """Return what is printed of a way."""
     whole, others, by_name = summary(steps)
@@ -187,28 +164,48 @@ def report(model: str, way: str, steps: Iterable[Kernels]) -> str:
     return "\n".join(lines)
 
 
-def measure(
-    model: str, ways: list[str], length: int, rounds: int, fp8: bool
-) -> dict[str, list[Kernels]]:
-    """Return the kernels of every step of a model's layer, `rounds` or a few more under each way,
-    which take turns in a balanced order."""
+@dataclass(frozen=True)
+class Case:
+    """A layer that is measured, and how: see the options of the command."""
+
+    model: str
+    ways: list[str]
+    length: int
+    rounds: int
+    fp8: bool = False
+    ranks: int = 1
+    sequence: bool = False
+
+
+Found = dict[str, tuple[list[Kernels], list[float]]]
+"""The kernels of some steps under every way, and the milliseconds of others."""
+
+
+def measure(case: Case, mesh: Any = None) -> Found:
+    """Measure steps of a case, `rounds` or a few more of each kind under each way, which take turns
+    in a balanced order. mesh: the ranks, of which this process is one."""
     torch.manual_seed(0)
-    layer = Layer(model, length, MODELS[model], "cuda")
-    if fp8:
+    layer = Layer(case.model, case.length, MODELS[case.model], "cuda")
+    if case.fp8:
         multiply_in_fp8(layer)
-    shape = (TOKENS // length, length, MODELS[model]["hidden_size"])
+    length = case.length // (case.ranks if case.sequence else 1)
+    shape = (TOKENS // case.length, length, MODELS[case.model]["hidden_size"])
     x, dy = (torch.randn(shape, device="cuda").bfloat16() for _ in range(2))
     x.requires_grad_()
+    prepare = None if mesh is None else partial(split, mesh=mesh, sequence=case.sequence)
     steps = {}
-    for way in ways:
+    for way in case.ways:
         torch._dynamo.reset()
-        steps[way] = step_of(layer, way, x, dy)
+        steps[way] = step_of(layer, way, x, dy, prepare)
         for _ in range(3):
             steps[way]()
-    found: dict[str, list[Kernels]] = {way: [] for way in ways}
-    for order in balanced_orders(len(ways), rounds, seed=0):
-        for way in (ways[index] for index in order):
-            found[way].append(kernels_of(steps[way]))
+    orders = balanced_orders(len(case.ways), case.rounds, seed=0)
+    turns = [case.ways[index] for order in orders for index in order]
+    found: Found = {way: ([], []) for way in case.ways}
+    for way in turns:
+        found[way][0].append(kernels_of(steps[way]))
+    for way in turns:
+        found[way][1].append(milliseconds_of(steps[way]))
     return found
 
 
@@ -222,22 +219,32 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--length", type=int, default=4096, help="of a sequence")
     parser.add_argument("--rounds", type=int, default=12, help="least steps of each way")
     parser.add_argument("--fp8", action="store_true", help="multiply in FP8")
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs that a layer is split over")
+    parser.add_argument("--sequence", action="store_true", help="split the tokens, too")
     parser.add_argument("--out", **OPTIONS["out"])
     args = parser.parse_args(argv)
     models, ways = args.models.split(","), args.ways.split(",")
     if not {*models} <= {*MODELS} or not {*ways} <= {*WAYS}:
         parser.error("unknown model or way")
-    if not torch.cuda.is_available():
-        parser.error("this needs a GPU")
+    if args.ranks > 1 and not {*models} <= {*SPLIT}:
+        parser.error(f"--ranks splits {', '.join(SPLIT)} alone")
+    if torch.cuda.device_count() < args.ranks:
+        parser.error(f"this needs {args.ranks} GPUs" if args.ranks > 1 else "this needs a GPU")
     layers: dict[str, dict[str, Any]] = {}
-    facts = {**environment(args.length), "fp8": args.fp8} if args.out else {}
+    how = {"fp8": args.fp8, "ranks": args.ranks, "sequence": args.sequence}
+    facts = {**environment(args.length), **how} if args.out else {}
     document = {"environment": facts, "layers": layers} if args.out else None
     for model in models:
         layers[model] = {}
-        for way, steps in measure(model, ways, args.length, args.rounds, args.fp8).items():
+        case = Case(model, ways, args.length, args.rounds, **how)
+        run = partial(measure, case)
+        found = on_ranks(case.ranks, "cuda", run) if case.ranks > 1 else run()
+        for way, (steps, times) in found.items():
             print(report(model, way, steps), flush=True)
+            print(f"  a step: {median(times):.3f} ms", flush=True)
             whole, others, by_name = summary(steps)
-            layers[model][way] = {"ms": whole, "others_ms": others, "kernels": by_name}
+            layers[model][way] = {"ms": whole, "others_ms": others, "step_ms": median(times)}
+            layers[model][way]["kernels"] = by_name
         if document:
             write_json(args.out, document)
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from benchmarks.training import layers
 from benchmarks.training.fp8_linear import BlockLinear, multiply_in_fp8
-from benchmarks.training.layers import WAYS, Layer, report, step_of, summary
+from benchmarks.training.layers import WAYS, Layer, report, step_of
+from benchmarks.training.step_kernels import summary
+from benchmarks.training.tensor_parallel import on_ranks
 from normforge.frontends.graph_pass import route
 from normforge.frontends.quantized import QuantizedFunctions
 from tests.support.block_product import scaled_mm
 from tests.support.entry_points import write_package
+from tests.support.split_layer import gradients
 
 SIZES = {
     "hidden_size": 32,
@@ -55,6 +59,12 @@ def test_what_there_is_not_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
         with pytest.raises(SystemExit, match="2"):
             layers.main(given)
     assert capsys.readouterr().err.count("unknown model or way") == 2
+    with pytest.raises(SystemExit, match="2"):
+        layers.main(["--models", "olmo2", "--ranks", "2"])
+    assert "--ranks splits llama, qwen3 alone" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        layers.main(["--models", "llama", "--ranks", "1000"])
+    assert "this needs 1000 GPUs" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -75,6 +85,23 @@ def test_layers_have_the_gradients_of_eager_code_under_every_way(
         step_of(layer, way, x, dy)()
         assert x.grad is not None
         torch.testing.assert_close(x.grad, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "sequence"), [("llama", False), ("qwen3", True)])
+def test_a_layer_that_two_ranks_share_has_the_gradients_of_the_whole(
+    model: str, sequence: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers", reason="needs transformers")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    ways = ("eager_fused", "both")
+    wanted = torch.tensor(gradients(None, model, False, ("eager",))["eager"])
+    if sequence:
+        wanted = wanted.chunk(2, 1)[0]
+    given = {"model": model, "sequence": sequence, "ways": ways}
+    found = on_ranks(2, "cpu", partial(gradients, **given))
+    for way in ways:
+        torch.testing.assert_close(torch.tensor(found[way]), wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_linear_layers_multiply_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
