@@ -3,7 +3,6 @@ parallelism, and with sequence parallelism the tokens that norms see, too."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,6 +20,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from benchmarks.results import write_json
+from generator.disk import read_json
+
 SPLIT = ("llama", "qwen3")
 """The models whose layers `split` knows."""
 COLUMNS = (
@@ -37,7 +39,7 @@ NORMS = ("input_layernorm", "post_attention_layernorm")
 def split(layer: torch.nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
     """Split a decoder layer of transformers whose norms stand before attention and MLP. sequence:
     give each rank its tokens of what is between the products."""
-    rows = {"output_layouts": Shard(1)} if sequence else {}
+    rows: dict[str, Any] = {"output_layouts": Shard(1)} if sequence else {}
     plan: dict[str, Any] = {name: ColwiseParallel() for name in COLUMNS}
     plan |= {name: RowwiseParallel(**rows) for name in ROWS}
     if sequence:
@@ -56,7 +58,7 @@ def on_ranks(count: int, device: str, run: Callable[[DeviceMesh], Any]) -> Any:
     GPUs and of gloo on the CPU. Returns what rank 0's returned, as JSON has it."""
     with TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_run_rank, (count, device, Path(folder), run), count)
-        return json.loads((Path(folder) / "found.json").read_text())
+        return read_json(Path(folder) / "found.json")
 
 
 def _run_rank(rank: int, count: int, device: str, folder: Path, run: Any) -> None:
@@ -68,6 +70,6 @@ def _run_rank(rank: int, count: int, device: str, folder: Path, run: Any) -> Non
     dist.init_process_group(**given, init_method=store, rank=rank, world_size=count)
     found = run(init_device_mesh(device, (count,)))
     if rank == 0:
-        (folder / "found.json").write_text(json.dumps(found))
+        write_json(folder / "found.json", found)
     dist.barrier()
     dist.destroy_process_group()

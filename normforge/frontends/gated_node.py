@@ -14,9 +14,10 @@ from ..operations import GATED_BACKWARDS
 from ..operations.formula import evaluate, wide_dtype
 from ..operations.gated_rmsnorm_backward import gated_rmsnorm
 from ..torch_internals import is_batched, is_plain, transforms_active, watched
+from . import traced_nodes
 from .gradients import autograd_of, below_autograd
 from .library import Served, define, differentiate
-from .row_nodes import applied, in_graphs, is_ours, like_first
+from .row_nodes import applied, is_ours, like_first
 
 Gradients = tuple[torch.Tensor, torch.Tensor, "torch.Tensor | None"]
 """dx, dz, and dw where there is a weight."""
@@ -148,9 +149,6 @@ def _gradients(ctx: Any, dy: torch.Tensor) -> tuple[Any, Any, Any]:
     return dx, dz, dw if ctx.needs_input_grad[2] else None
 
 
-_in_graphs = in_graphs(GatedNode)
-
-
 class OperatorGated(torch.autograd.Function):
     """A call of the operator of the forward."""
 
@@ -184,5 +182,7 @@ def gated_norm(x: Any, z: Any, weight: Any, eps: float, kind: Any, package: str)
     if not torch.is_grad_enabled():
         return _forward(x, z, weight, eps, kind, package)
     given = (x, z, weight, eps, kind, package)
-    y: torch.Tensor = _in_graphs(*given) if is_dynamo_compiling() else applied(GatedNode, *given)
+    y: torch.Tensor = (
+        traced_nodes.gated(*given) if is_dynamo_compiling() else applied(GatedNode, *given)
+    )
     return y

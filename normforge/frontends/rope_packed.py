@@ -9,9 +9,10 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from ..torch_internals import is_batched, is_plain, transforms_active, watched
+from . import traced_nodes
 from .library import define
 from .rope_node import SERVED, flags_of, formula, gradients_by_formula
-from .row_nodes import applied, in_graphs, is_ours
+from .row_nodes import applied, is_ours
 
 Packed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """q, k and v."""
@@ -117,9 +118,6 @@ class PackedNode(torch.autograd.Function):
         return dqkv, of_q, of_k, *(None,) * 7
 
 
-_in_graphs = in_graphs(PackedNode)
-
-
 def packed_norms(*given: Any) -> Packed:
     """Return q, k and v as a package serves them, of a projection, the weights of queries and of
     keys, cos and sin of shape (..., 1, R / 2), the numbers of heads, eps, what is added to the
@@ -128,5 +126,7 @@ def packed_norms(*given: Any) -> Packed:
         return _by_formula(*given)
     if not torch.is_grad_enabled():
         return _forward(*given)
-    found: Packed = _in_graphs(*given) if is_dynamo_compiling() else applied(PackedNode, *given)
+    found: Packed = (
+        traced_nodes.packed(*given) if is_dynamo_compiling() else applied(PackedNode, *given)
+    )
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,15 +42,3 @@ def applied(node: type[torch.autograd.Function], *given: Any) -> Any:
         return node.apply(*given)
     except RuntimeError as error:
         return node.apply(*without_inference(error, *given))
-
-
-def in_graphs(node: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """Return what applies a node in compiled code, which is one node of Dynamo's graph. Autograd
-    then sees changes in place of what it saved, where AOTAutograd traces it; in a node that Dynamo
-    looks into, nobody does."""
-
-    @torch.compiler.allow_in_graph
-    def apply_in_graph(*given: Any) -> Any:
-        return applied(node, *given)
-
-    return apply_in_graph

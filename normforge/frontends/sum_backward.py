@@ -85,6 +85,9 @@ class SumBackward:
         given = {name: tensor for name, tensor in given.items() if tensor is not None}
         if weight.dim() > 1:
             return None
+        known = server.again(given, offset) if self.may_serve(x) else None
+        if known is not None:
+            return known
         check_tensors(server.operation, given)
         server.count_call(x, given, offset)
         if not self.may_serve(x):

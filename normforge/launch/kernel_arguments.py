@@ -14,7 +14,6 @@ from math import gcd
 from typing import Any, NamedTuple
 
 from ..operations.signature import Signature
-from ..operations.tensor import Tensor
 from ..spec import Launch, ceil_div
 from .row_layout import RowLayout, division_factor, gap_factor
 
@@ -127,8 +126,8 @@ class ArgumentLayout:
         size = self.main.size
         self.second_at = size
         self.size = size + SUM_ARGUMENTS.size
-        names = [tensor.name for tensor in leading]
-        places = {name: 8 * i for i, name in enumerate(names)}
+        self._names = [[tensor.name for tensor in some] for some in (leading, behind)]
+        places = {name: 8 * i for i, name in enumerate(self._names[0])}
         self.places = places | {t.name: at for t, at in zip(behind, self.behind_at, strict=True)}
         self.workspace_at = tuple(8 * (len(leading) + i) for i in range(3))
         """The offsets of the addresses of counters, zeroed words and scratch."""
@@ -148,12 +147,11 @@ class ArgumentLayout:
     def addresses(self, tensors: Mapping[str, Any]) -> tuple[list[int], list[int]]:
         """Return the addresses that `pack` takes, of tensors by their names; 0 for one that is None
         or left out."""
-
-        def of(tensors_of: tuple[Tensor, ...]) -> list[int]:
-            found = (tensors.get(tensor.name) for tensor in tensors_of)
-            return [0 if one is None else one.data_ptr() for one in found]
-
-        return of(self.signature.leading), of(self.signature.behind)
+        leading, behind = (
+            [0 if one is None else one.data_ptr() for one in map(tensors.get, names)]
+            for names in self._names
+        )
+        return leading, behind
 
     def block(self, launch: Launch, extent: Extent, zeros: int, scratch: int) -> Any:
         """A block with 0 for the addresses of all tensors. zeros, scratch: as in binding.bind."""

@@ -81,7 +81,7 @@ class Plans:
 
     def learn_rows(self, call: Any, given: Mapping[str, Any]) -> None:
         """Let later calls like one of a server of rows, on the current device, be served natively.
-        call: a KnownCall; given: its arguments by name."""
+        call: a RowCall; given: its arguments by name."""
         names = {name for name, one in given.items() if one is not None}
         for which, kind in enumerate(self._kinds):
             if names == {*(tensor.name for tensor in kind.given), *kind.numbers}:

@@ -12,22 +12,27 @@ from ..launch.binding import Binding, bind
 from ..launch.kernel_arguments import Extent
 from ..launch.loaded_kernel import LoadedKernel
 from ..launch.workspace import MOST_STREAMS, PER_THREAD, StreamWorkspace
-from ..operations import Signature
 from ..spec import Launch
-from ..table import MAX_ALIGNMENT
+from ..torch_internals import PLAIN_TYPES, Size
+from .call_cache import CallCache
 from .row_checks import Tensors
 
-_MOST = 1 << 10
-"""Kinds of calls that a server remembers."""
 
-
-class KnownCall:
+class RowCall:
     """A kernel with its launch and its arguments, for all calls of one kind."""
 
     def __init__(
-        self, kernel: LoadedKernel, launch: Launch, extent: Extent, wants_sums: bool
+        self,
+        kernel: LoadedKernel,
+        launch: Launch,
+        extent: Extent,
+        wants_sums: bool,
+        device: int,
+        sizes: Mapping[str, Size],
     ) -> None:
+        """device: its index. sizes: those of what such a call allocates, by name."""
         self.kernel, self.launch, self.extent = kernel, launch, extent
+        self.device, self.sizes = device, tuple(sizes.items())
         self._wants_sums = wants_sums
         self._bindings: dict[tuple[int, int], Binding] = {}
 
@@ -56,37 +61,58 @@ class KnownCall:
         return found
 
 
-class KnownCalls:
-    """The calls of one operation that came before. Safe to use from several threads."""
+class RowCalls:
+    """The calls of one operation that came before. Safe to use from several threads.
 
-    def __init__(self, signature: Signature) -> None:
-        self._names = tuple(tensor.name for tensor in signature.inputs)
-        self._calls: dict[Any, KnownCall] = {}
+    any: whether there are some.
+    """
 
-    def kind_of(self, tensors: Tensors, offset: float, into: Mapping[str, torch.Tensor]) -> Any:
-        """Return all of a call but the addresses, which are all aligned: calls that are equal in it
-        have one kernel and one launch. into: outputs that are to be written there. None for a call
-        that is not remembered."""
-        kind: list[Any] = [offset, *into]
-        for given in (*(tensors.get(name) for name in self._names), *into.values()):
-            if isinstance(given, torch.Tensor):
-                if given.data_ptr() % MAX_ALIGNMENT or given.is_neg():
-                    return None
-                kind.append((given.shape, given.stride(), given.dtype, given.device.index))
-            else:
-                kind.append(given)
-        return tuple(kind)
+    def __init__(self) -> None:
+        self.any = False
+        self._cache = CallCache()
 
-    def find(self, kind: Any) -> KnownCall | None:
-        return None if kind is None else self._calls.get(kind)
+    def find(
+        self, tensors: Tensors, offset: float, into: Mapping[str, torch.Tensor]
+    ) -> RowCall | None:
+        """Return what serves a call that differs from one before in addresses alone, which are
+        aligned alike. into: outputs that are to be written there."""
+        kind, present = _kind_of(tensors, offset, into)
+        found = self._cache.find(kind, present) if kind else None
+        return None if found is None else found.call
 
-    def add(self, kind: Any, call: KnownCall, tensors: Tensors, used: Tensors) -> None:
+    def add(
+        self,
+        call: RowCall,
+        tensors: Tensors,
+        offset: float,
+        into: Mapping[str, torch.Tensor],
+        used: Tensors,
+    ) -> None:
         """Remember a call, unless its kernel read copies. used: what it read, by name."""
-        if kind is None or any(
-            isinstance(given, torch.Tensor) and given.data_ptr() != used[name].data_ptr()
-            for name, given in tensors.items()
-        ):
-            return
-        if len(self._calls) >= _MOST:
-            self._calls.clear()
-        self._calls[kind] = call
+        kind, present = _kind_of(tensors, offset, into)
+        names = [name for name, given in (*tensors.items(), *into.items()) if _is_tensor(given)]
+        read = [used[name].data_ptr() for name in names]
+        if kind and read == [given.data_ptr() for given in present]:
+            self._cache.add(kind, present, call)
+            self.any = True
+
+
+def _is_tensor(given: Any) -> bool:
+    return isinstance(given, torch.Tensor)
+
+
+def _kind_of(
+    tensors: Tensors, offset: float, into: Mapping[str, torch.Tensor]
+) -> tuple[tuple[Any, ...], list[torch.Tensor]]:
+    """Return the key of a call and its tensors, or an empty key for one that is not remembered."""
+    kind: list[Any] = [offset, *tensors, None, *into]
+    present: list[torch.Tensor] = []
+    for given in (*tensors.values(), *into.values()):
+        if type(given) in PLAIN_TYPES:
+            present.append(given)
+        elif _is_tensor(given):
+            return (), present
+        else:
+            kind.append(given)
+    kind += [given.shape for given in present[:1]]
+    return tuple(kind), present

@@ -11,20 +11,28 @@ from typing import Any
 import torch
 
 from ..launch.kernel_arguments import argument_layout, extent_of
-from ..launch.row_layout import RowLayout, alignment_of, dense, row_layout
+from ..launch.row_layout import RowLayout, alignment_of
 from ..launch.workspace import Workspaces
 from ..operations import RowOperation
 from ..operations.formula import added_to, evaluate, quantized_like, wide_dtype
 from ..spec import plan_launch
-from ..table import MAX_ALIGNMENT, Choice, Table
-from ..torch_internals import current_device, empty_strided, is_capturing, raw_stream, resolved
+from ..table import Choice, Table
+from ..torch_internals import (
+    contiguous,
+    current_device,
+    empty_strided,
+    is_capturing,
+    raw_stream,
+    resolved,
+)
 from .checks import Dtype, explained, foreign_device
 from .collect import collecting
 from .groups import matrices_of_groups, rotation_of
 from .kernels import Source
 from .options import DTYPES
-from .row_calls import KnownCall, KnownCalls
+from .row_calls import RowCall, RowCalls
 from .row_checks import Tensors, check_tensors
+from .row_layouts import lay_out
 from .warn_once import WarnOnce
 
 _NOTHING: Mapping[str, torch.Tensor] = {}
@@ -42,7 +50,8 @@ class RowServer:
         Native, which learns what served a call."""
         self.operation, self.source, self._native = operation, source, native
         self._workspaces, self._warn = Workspaces(), WarnOnce()
-        self._known = KnownCalls(operation.signature)
+        self._known = RowCalls()
+        self._arguments = argument_layout(operation.signature)
 
     def __call__(
         self, tensors: Tensors, offset: float = 0.0, into: Mapping[str, torch.Tensor] = _NOTHING
@@ -54,6 +63,9 @@ class RowServer:
         are to be written there, by name, of x's shape and dtype: packed ones of the signature, and,
         aligned and dense, those that a call has to ask for.
         Raises TypeError or ValueError, in one sentence, for what does not fit together."""
+        known = self.again(tensors, offset, into)
+        if known is not None:
+            return known
         x = check_tensors(self.operation, tensors)
         self.count_call(x, tensors, offset)
         if not self.is_without_kernels(x):
@@ -70,9 +82,29 @@ class RowServer:
         kernel serves it."""
         if isinstance(self.source, str):
             return self.source
+        known = self.again(tensors, offset, into)
+        if known is not None:
+            return known
         x = tensors[self.operation.signature.early[0].name]
         with torch.cuda.device(x.device), torch.no_grad():
             return self._by_kernel(x, tensors, offset, into)
+
+    def again(
+        self, tensors: Tensors, offset: float = 0.0, into: Mapping[str, torch.Tensor] = _NOTHING
+    ) -> dict[str, torch.Tensor] | None:
+        """Serve a call like one that a kernel has served on the current device: those fit together.
+        None for another, and while somebody collects, who is to hear of it first."""
+        if not self._known.any or collecting.recorder is not None:
+            return None
+        known = self._known.find(tensors, offset, into)
+        if known is None or known.device != current_device():
+            return None
+        made = {name: empty_strided(*size) for name, size in known.sizes}
+        made.update(into)
+        self._launch(known, {**tensors, **made})
+        if self._native is not None and self._native.learn_rows is not None and not into:
+            self._native.learn_rows(known, tensors)
+        return made
 
     def _warn_of(self, why: str) -> None:
         self._warn(f"{why}; using the formula of {self.operation.name} in PyTorch")
@@ -175,17 +207,12 @@ class RowServer:
     ) -> dict[str, torch.Tensor] | str:
         """The outputs, or why no kernel serves the call. x's device is the current one."""
         assert not isinstance(self.source, str)
-        kind = self._known.kind_of(tensors, offset, into)
-        known = self._known.find(kind)
+        known = self.again(tensors, offset, into)  # on this device
         if known is not None:
-            made = self.outputs(x, tensors, into)
-            self._launch(known, {**tensors, **made})
-            if self._native is not None and self._native.learn_rows is not None and not into:
-                self._native.learn_rows(known, tensors)
-            return made
+            return known
         signature, N = self.operation.signature, x.shape[-1]
         given = {name: resolved(given) for name, given in tensors.items() if given is not None}
-        layouts, in_place = self._lay_out(given, into)
+        layouts, in_place = lay_out(signature, given, into)
         kernels = self.source(x.device.index)
         choice = self._choose(kernels.backward, x, {**given, **in_place}, layouts, offset != 0)
         if choice.kernel is None and offset and signature.columns:
@@ -211,47 +238,13 @@ class RowServer:
             return str(error)
         made = self.outputs(x, given, in_place)
         extent = extent._replace(weight_offset=offset)
-        call = KnownCall(loaded, launch, extent, signature.sums is not None)
+        sizes = {n: contiguous(out.shape, out.dtype) for n, out in made.items() if n not in into}
+        call = RowCall(loaded, launch, extent, signature.sums is not None, current_device(), sizes)
         self._launch(call, {**given, **made})
-        self._known.add(kind, call, {**tensors, **into}, {**given, **made})
+        self._known.add(call, tensors, offset, into, {**given, **made})
         for name in into.keys() - in_place.keys():
             made[name] = into[name].copy_(made[name])
         return made
-
-    def _lay_out(
-        self, given: dict[str, Any], into: Mapping[str, torch.Tensor]
-    ) -> tuple[dict[str, RowLayout], dict[str, torch.Tensor]]:
-        """Put copies in the place of arguments that kernels cannot read. Return the layouts of rows
-        by name, and the outputs that can be written where they are to lie."""
-        signature = self.operation.signature
-        present = [t for t in (*signature.early, *signature.late) if t.name in given]
-        found = {tensor.name: row_layout(given[tensor.name].detach()) for tensor in present}
-        # All in heads step through their rows alike; a dense one goes along with any.
-        written = {name: at for name, out in into.items() if (at := row_layout(out))}
-        at_first = (*written.values(), *(found[tensor.name] for tensor in signature.early))
-        inner = next((at.inner for at in at_first if at and at.inner), 0)
-        written = {name: at for name, to in written.items() if (at := to.in_steps_of(inner))}
-        in_place, layouts = {name: into[name] for name in written}, dict(written)
-        for tensor in present:
-            rows, at = given[tensor.name].detach(), found[tensor.name]
-            if tensor.late:
-                fits = at is not None and not at.inner and not self._unaligned(rows, at)
-            else:
-                at = at and at.in_steps_of(inner)
-                fits = at is not None
-            if not fits:
-                rows = dense(rows)
-                at = row_layout(rows)
-                at = at if tensor.late or at is None else at.in_steps_of(inner)
-            given[tensor.name], layouts[tensor.name] = rows, at or RowLayout(rows.shape[-1])
-        for tensor in signature.inputs:
-            if tensor.role in ("row", "columns") and tensor.name in given:
-                given[tensor.name] = given[tensor.name].detach().contiguous()
-        return layouts, in_place
-
-    @staticmethod
-    def _unaligned(rows: torch.Tensor, at: RowLayout) -> bool:
-        return bool((rows.data_ptr() | at.stride * rows.element_size()) % MAX_ALIGNMENT)
 
     def _choose(
         self,
@@ -283,11 +276,11 @@ class RowServer:
             weight_alignment=alignment_of(reduce(or_, shared, 0)),
         )
 
-    def _launch(self, call: KnownCall, tensors: Tensors) -> None:
+    def _launch(self, call: RowCall, tensors: Tensors) -> None:
         """Enqueue one call on the current stream. Raises LaunchError."""
         device = current_device()
         stream = raw_stream(device)
-        addresses = argument_layout(self.operation.signature).addresses(tensors)
+        addresses = self._arguments.addresses(tensors)
         launch = call.launch
         if is_capturing():
             zeros = self._workspaces.of_capture(device, stream, launch.scratch_offset)

@@ -190,7 +190,7 @@ def test_a_call_that_differs_in_addresses_alone_is_laid_out_once(
 
     calls = [packed() for _ in range(3)]
     calls[2]["cos"] = aligned(B, S, 1, HALF)
-    laid_out = spied(monkeypatch, RowServer, "_lay_out")
+    laid_out = spied(monkeypatch, module, "lay_out")
     for tensors in calls:
         dx = aligned(B, S, 2 * H, N)
         check(serve(tensors, dx=dx[:, :, :H]), tensors)

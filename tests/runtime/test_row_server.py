@@ -7,6 +7,7 @@ import re
 import warnings
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -251,7 +252,7 @@ def test_a_captured_call_has_memory_of_its_own(
     eager, _, captured, _ = (seen.arguments for seen in driver.launches)
     assert captured.scratch != eager.scratch
     needed = plan_launch(WIDE, M).scratch * 4
-    assert [one.nbytes for one in made] == [needed] and made[0].data_ptr() == captured.scratch
+    assert made[-1].nbytes == needed and made[-1].data_ptr() == captured.scratch
 
 
 def test_a_captured_call_has_counters_of_its_own(
@@ -287,7 +288,33 @@ def test_calls_like_a_known_one_have_addresses_and_numbers_of_their_own(
     with torch.enable_grad():
         wanting = first | {"a": first["a"].clone().requires_grad_()}
         found = serve(wanting)
-    assert torch.equal(found["p"], evaluate(BLEND, first)["p"]) and len(chosen) == 3
+    assert torch.equal(found["p"], evaluate(BLEND, first)["p"]) and len(chosen) == 4
+
+
+def test_a_call_like_a_known_one_is_launched_at_once(
+    serve: Any, tuned: RowServer, chosen: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its arguments are not checked again, unless somebody collects, who hears of it first."""
+    assert tuned.again(plain()) is None
+    serve(plain())
+    given = moved(plain())
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "check_tensors", None)
+        check(tuned(given), given)
+    written = random(*SHAPE)
+    serve(given, 0.0, {"p": written})
+    found = tuned(given, 0.0, {"p": written})
+    assert found["p"] is written and found["q"].data_ptr() != found["t"].data_ptr()
+    check(found, given)
+    monkeypatch.setattr(module, "current_device", lambda: 1)
+    assert tuned.again(given) is None  # its kernel is loaded on another device
+    monkeypatch.setattr(module, "current_device", lambda: 0)
+    counted: list[Any] = []
+    recorder = SimpleNamespace(count=lambda *of: counted.append(of))
+    monkeypatch.setattr(module, "collecting", SimpleNamespace(recorder=recorder))
+    assert tuned.again(given) is None
+    tuned(given)
+    assert len(counted) == 1 and len(chosen) == 2
 
 
 def test_what_lies_elsewhere_is_not_like_a_known_call(serve: Any, chosen: list[Any]) -> None:
@@ -326,8 +353,8 @@ def test_a_known_call_keeps_nothing_for_the_stream_that_every_thread_has(
     device.stream = PER_THREAD
     for _ in range(2):
         check(serve(plain()), plain())
-    (known,) = tuned._known._calls.values()
-    assert known._bindings == {}
+    known = tuned._known.find(plain(), 0.0, {})
+    assert known is not None and known._bindings == {}
 
 
 def test_what_no_kernel_serves_is_said(serve: Any) -> None:
@@ -434,11 +461,14 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_does_not_fit_together_is_one_sentence(server: RowServer, name: str) -> None:
+def test_what_does_not_fit_together_is_one_sentence(serve: Any, tuned: Any, name: str) -> None:
+    """Also behind a call that is alike but for this."""
     change, said = WRONG[name]
-    with pytest.raises((TypeError, ValueError), match=re.escape(said)) as error:
-        server(plain(**change))
-    assert "\n" not in str(error.value)
+    for _ in range(2):
+        with pytest.raises((TypeError, ValueError), match=re.escape(said)) as error:
+            tuned(plain(**change))
+        assert "\n" not in str(error.value)
+        serve(plain())
 
 
 def test_an_offset_is_added_to_the_columns(serve: Any, server: RowServer, driver: Device) -> None:

@@ -25,8 +25,9 @@ from normforge.launch.loaded_kernel import LoadedKernel
 from normforge.launch.workspace import Workspaces
 from normforge.native import plans
 from normforge.operations import RowOperation, Signature, signature_of
-from normforge.serve import call, rows
+from normforge.serve import call, row_calls, rows
 from normforge.serve.call import KernelCall
+from normforge.serve.call_cache import CallCache
 from normforge.serve.layout import read_layout
 from normforge.serve.options import PLAIN, Arguments, Options
 from normforge.spec import FORWARD_KERNELS, SUM_KERNEL, KernelSpec, plan_launch
@@ -347,6 +348,13 @@ def use_row_servers(monkeypatch: pytest.MonkeyPatch, device: FakeDevice) -> None
         ("empty_strided", empty_on_cpu),
     ):
         monkeypatch.setattr(rows, name, answer)
+    monkeypatch.setattr(row_calls, "CallCache", _cache_of_any_device)
+
+
+def _cache_of_any_device() -> CallCache:
+    made = CallCache()
+    made._device = ""
+    return made
 
 
 def row_server(operation: RowOperation, *entries: Tuned) -> Any:
