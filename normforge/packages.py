@@ -32,6 +32,7 @@ from .own import NAME, OwnPackage
 from .serve.kernels import Kernels, Source
 from .serve.warn_once import WarnOnce
 from .table import TABLE, runs_on
+from .this_gpu import Gpu, find_gpu, gpu_of
 
 _CHOICE = "NORMFORGE_GPU"
 _HERE = Path(__file__).resolve().parent
@@ -44,18 +45,12 @@ _LIBRARY: dict[str, tuple[type[NormPackage], str]] = {
 
 
 class Tuned(NamedTuple):
-    """A package: its folder, and the GPU that it was tuned for."""
+    """A package: its folder, and the GPU that it was tuned for, with its number of SMs."""
 
     folder: Path
     arch: str
     title: str
-
-
-class Gpu(NamedTuple):
-    """A GPU of this process."""
-
-    name: str
-    capability: tuple[int, int]
+    sms: int = 0
 
 
 def _roots() -> tuple[Path, ...]:
@@ -72,53 +67,14 @@ def tuned_packages(operation: str) -> dict[str, Tuned]:
             try:
                 target = json.loads(table.read_text(encoding="utf-8"))["target"]
                 name, arch, title = (str(target[key]) for key in ("name", "arch", "title"))
+                sms = int(target.get("sms", 0))
             except (OSError, ValueError, LookupError, TypeError) as error:
                 warnings.warn(
                     f"{table} is damaged ({error}): its package is left out", stacklevel=2
                 )
                 continue
-            found.setdefault(name, Tuned(table.parent, arch, title))
+            found.setdefault(name, Tuned(table.parent, arch, title, sms))
     return dict(sorted(found.items()))
-
-
-def find_gpu() -> Gpu | None:
-    """PyTorch's current GPU, or the one that it will use once CUDA is initialised. None without a
-    GPU."""
-    if torch.version.cuda is None:
-        return None
-    if not torch.cuda.is_initialized():
-        try:
-            return _first_visible(os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip())
-        except Exception:  # no NVML, or it cannot tell which device that is: ask CUDA itself
-            pass
-    return gpu_of(torch.cuda.current_device()) if torch.cuda.is_available() else None
-
-
-def gpu_of(device: int) -> Gpu:
-    """The GPU of an index, once CUDA is initialised."""
-    properties = torch.cuda.get_device_properties(device)
-    return Gpu(properties.name, (properties.major, properties.minor))
-
-
-def _first_visible(device: str) -> Gpu | None:
-    """A device by its index or UUID, asked of NVML, which initialises nothing of CUDA."""
-    if device in ("", "-1"):
-        return None
-    import pynvml
-
-    pynvml.nvmlInit()
-    try:
-        by_index = pynvml.nvmlDeviceGetHandleByIndex
-        by_uuid = pynvml.nvmlDeviceGetHandleByUUID
-        if device.isdigit() and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
-            all_of_them = map(by_index, range(pynvml.nvmlDeviceGetCount()))
-            if len(set(map(pynvml.nvmlDeviceGetName, all_of_them))) > 1:
-                raise LookupError("CUDA has the fastest GPU first, and NVML counts along the bus")
-        handle = by_index(int(device)) if device.isdigit() else by_uuid(device)
-        major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
-        return Gpu(str(pynvml.nvmlDeviceGetName(handle)), (major, minor))
-    finally:
-        pynvml.nvmlShutdown()
 
 
 def choose(
@@ -127,8 +83,10 @@ def choose(
     wanted: str = "",
     warn: Callable[[str], None] | None = None,
 ) -> str:
-    """The name of the package for a GPU, or of the one that is wanted. warn: is told where it was
-    tuned for another GPU. Raises RuntimeError, with what to do, where there is none."""
+    """Return the name of the package for a GPU, or of the one that is wanted. warn: is told where
+    it was tuned for another GPU, or has no kernels that run there. Raises RuntimeError, with what
+    to do, where there is no package, or not the one that is wanted."""
+    warn = warn or WarnOnce()
     there = ", ".join(f"{name} ({tuned.arch})" for name, tuned in packages.items())
     # Several where no GPU has packages of all operations.
     names = [name.strip().lower() for name in wanted.split(",")]
@@ -145,16 +103,24 @@ def choose(
     fit = [name for name in packages if runs_on(packages[name].arch, gpu.capability)]
     if not fit:
         major, minor = gpu.capability
-        raise RuntimeError(
-            f"Normforge has no kernels for {gpu.name} (sm_{major}{minor}), only for {there}. Tune "
-            "some in a checkout (python tune.py --gpu auto), or set "
-            f"{_CHOICE}={next(iter(packages))}: PyTorch's kernels then serve"
+        warn(
+            f"Normforge has no kernels for {gpu.name} (sm_{major}{minor}), only for {there}: "
+            "PyTorch's operators serve. Tune some in a checkout: python tune.py --gpu auto"
         )
+        return next(iter(packages))
     for name in fit:
         words = escape(name).replace(r"\-", "[- ]")  # rtx-5090: "NVIDIA GeForce RTX 5090"
         if search(rf"\b{words}\b", gpu.name, IGNORECASE):
+            tuned = packages[name]
+            if (
+                gpu.sms and tuned.sms and gpu.sms != tuned.sms
+            ):  # a card or a part of one that has the same name
+                warn(
+                    f"{gpu.name} has {gpu.sms} SMs, and its kernels were tuned for the {tuned.sms} "
+                    f"of {tuned.title}: correct, perhaps slower than kernels of its own"
+                )
             return name
-    (warn or WarnOnce())(
+    warn(
         f"{gpu.name} runs the kernels that were tuned for {packages[fit[0]].title}: correct, "
         "perhaps slower than kernels of its own"
     )
@@ -165,8 +131,8 @@ class Chosen:
     """The kernels of an operation, from the package of each GPU. Thread-safe.
 
     Making one chooses for the GPU that this process uses, without initialising CUDA. Raises
-    RuntimeError, with what to do, where there is no package for it. Another GPU without a package
-    gets that of the first, whose kernels do not run there: then PyTorch serves, with a warning.
+    RuntimeError, with what to do, where there is no package at all. A GPU on which the kernels of
+    none run gets one of them: PyTorch then serves, with a warning.
     """
 
     def __init__(self, operation: str) -> None:
@@ -193,10 +159,7 @@ class Chosen:
     def _kernels_of(self, device: int) -> Kernels:
         if torch.version.cuda is None:
             return self._current
-        try:
-            return self._kernels_for(gpu_of(device))
-        except RuntimeError:  # there is none for it
-            return self._current
+        return self._kernels_for(gpu_of(device))
 
     def _kernels_for(self, gpu: Gpu | None) -> Kernels:
         name = choose(self._packages, gpu, self._wanted, self._warn)

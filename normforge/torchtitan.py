@@ -208,7 +208,7 @@ class NormforgeAttention(GQAttention):
 
 
 def _normalized(x: Any, norm: Any, turns: Turns, interleaved: bool) -> torch.Tensor:
-    eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
+    eps = torch.finfo(torch.float32).eps if norm.eps is None else norm.eps  # as in rms_norm
     return rms_norm_rope(x, norm.weight, *turns, eps, interleaved=interleaved)
 
 

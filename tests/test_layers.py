@@ -28,7 +28,7 @@ LAYERS = (
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names.split()}
 LIBRARY_LAYERS = (
     *(
-        "identity cubins spec older_tables torch_internals operations shape_names",
+        "identity cubins spec older_tables this_gpu torch_internals operations shape_names",
         "table",
         "collected",
         "launch",

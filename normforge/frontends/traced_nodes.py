@@ -1,6 +1,6 @@
-"""Functions that apply autograd nodes in compiled code, each as one node of Dynamo's graph:
-autograd then sees changes in place of what a node saved, where AOTAutograd traces it. In a node that
-Dynamo looks into, nobody sees them.
+"""Functions that apply autograd nodes in compiled code, each as one node of Dynamo's graph.
+Autograd then sees changes in place of what a node saved, where AOTAutograd traces it. In a node
+that Dynamo looks into, nobody sees them.
 
 Only Dynamo asks for them, while it traces, and its import takes a second: so they are made then.
 """

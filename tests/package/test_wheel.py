@@ -22,7 +22,8 @@ from generator.kernels.render import headers
 from generator.paths import REPOSITORY
 from generator.target import load_targets
 from normforge import packages as packages_module
-from normforge.packages import Gpu, Tuned, choose
+from normforge.packages import Tuned, choose
+from normforge.this_gpu import Gpu
 from tests.support.fresh import run_fresh
 from tests.support.packages import BEFORE
 from tests.support.wheels import wheel_of
@@ -83,9 +84,10 @@ def test_arch_of_another_kind_runs_nowhere() -> None:
 
 
 def test_gpu_without_kernels_gets_a_sentence() -> None:
-    told = r"no kernels for NVIDIA T4 \(sm_75\), only for a100 \(sm_80\), .* NORMFORGE_GPU=a100"
-    with pytest.raises(RuntimeError, match=told):
-        choose(PACKAGES, Gpu("NVIDIA T4", (7, 5)))
+    told = r"no kernels for NVIDIA T4 \(sm_75\), only for a100 \(sm_80\), .* python tune.py --gpu"
+    with pytest.warns(UserWarning, match=told) as warned:
+        assert choose(PACKAGES, Gpu("NVIDIA T4", (7, 5))) == "a100"
+    assert warned[0].filename == __file__
     assert choose(PACKAGES, Gpu("NVIDIA T4", (7, 5)), "h200") == "h200"
     with pytest.raises(RuntimeError, match="NORMFORGE_GPU is h20, and the packages here are: a100"):
         choose(PACKAGES, None, "h20")
@@ -194,7 +196,9 @@ def test_gpu_of_an_index_is_that_of_cuda(
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    of_cuda = SimpleNamespace(name="the one that CUDA has first", major=9, minor=0)
+    of_cuda = SimpleNamespace(
+        name="the one that CUDA has first", major=9, minor=0, multi_processor_count=132
+    )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: of_cuda)
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

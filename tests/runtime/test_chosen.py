@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import import_module
@@ -17,13 +18,14 @@ import pytest
 import torch
 
 from generator.paths import REPOSITORY
-from normforge import packages
+from normforge import packages, this_gpu
 from normforge.api import Package
 from normforge.frontends.operators import Operators
-from normforge.packages import Chosen, Gpu, chosen
+from normforge.packages import Chosen, chosen
 from normforge.serve import checks
 from normforge.serve.options import PLAIN, Arguments
 from normforge.table import TABLE, ForwardTable, Table
+from normforge.this_gpu import Gpu
 from tests.support.fake_driver import SPEC, entry, tensors
 from tests.support.fresh import INDUCTOR, run_fresh
 
@@ -79,8 +81,12 @@ def test_the_gpu_is_the_current_one(monkeypatch: pytest.MonkeyPatch, current: in
     for name, value in (("is_initialized", True), ("is_available", True)):
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
-    monkeypatch.setattr(packages, "gpu_of", GPUS.__getitem__)
-    assert packages.find_gpu() == GPUS[current]
+    monkeypatch.setattr(this_gpu, "gpu_of", GPUS.__getitem__)
+    assert this_gpu.find_gpu() == GPUS[current]
+
+
+def test_a_gpu_is_known_by_name_capability_and_sms(machine: Any) -> None:
+    assert this_gpu.gpu_of(3) == Gpu("NVIDIA T4", (7, 5), 132)
 
 
 def test_backwards_of_sums_have_the_kernels_of_the_gpu(machine: Any, tmp_path: Path) -> None:
@@ -97,7 +103,8 @@ def test_backwards_of_sums_have_the_kernels_of_the_gpu(machine: Any, tmp_path: P
 
 def test_a_gpu_without_kernels_is_served_by_pytorch_beside_one_that_has_some(machine: Any) -> None:
     package = Package(Chosen("rmsnorm_backward"))
-    choice = package._best(3, (4096, 1024, "bf16", "bf16"), False, "")
+    with pytest.warns(UserWarning, match="no kernels for NVIDIA T4"):
+        choice = package._best(3, (4096, 1024, "bf16", "bf16"), False, "")
     assert choice.kernel is None and "sm_90a" in choice.reason
     assert package._source(1).backward.target["name"] == "h100"
     given = Arguments(*tensors(4096))
@@ -110,8 +117,10 @@ def test_a_gpu_without_kernels_is_served_by_pytorch_beside_one_that_has_some(mac
 
 def test_a_process_whose_gpu_has_no_kernels_is_told_at_once(machine: Any) -> None:
     machine.setattr(packages, "find_gpu", lambda: GPUS[3])
-    with pytest.raises(RuntimeError, match=r"no kernels for NVIDIA T4 .*NORMFORGE_GPU=h100"):
-        Chosen("rmsnorm_backward")
+    with pytest.warns(UserWarning, match=r"no kernels for NVIDIA T4 .*PyTorch's operators serve"):
+        package = Package(Chosen("rmsnorm_backward"))
+    x = torch.randn(4, 8, requires_grad=True)
+    torch.testing.assert_close(package.rms_norm(x, None), torch.nn.functional.rms_norm(x, (8,)))
 
 
 def test_kernels_of_a_similar_gpu_are_said_once(machine: Any) -> None:
@@ -225,6 +234,7 @@ def test_pickles_do_not_follow_the_switch_to_batch_invariant_norms(tmp_path: Pat
 
 FOREIGN = """
 import sys
+import warnings
 sys.path.insert(0, "{folder}")
 import generator, normforge, torch
 assert generator.__file__.startswith("{folder}")
@@ -350,12 +360,12 @@ def test_nvml_is_believed_where_it_counts_gpus_as_cuda_does(
     }
     monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(**nvml))
     monkeypatch.setenv("CUDA_DEVICE_ORDER", order)
-    assert packages._first_visible("GPU-1") == Gpu(names[1], (9, 0))
+    assert this_gpu._first_visible("GPU-1") == Gpu(names[1], (9, 0))
     if order == "PCI_BUS_ID" or len(set(names)) == 1:
-        assert packages._first_visible("1") == Gpu(names[1], (9, 0))
+        assert this_gpu._first_visible("1") == Gpu(names[1], (9, 0))
     else:
         with pytest.raises(LookupError, match="the fastest GPU first"):
-            packages._first_visible("1")
+            this_gpu._first_visible("1")
 
 
 @pytest.mark.parametrize("folders", [["h20", "h200"], ["h200", "h20"]])
@@ -367,3 +377,16 @@ def test_a_gpu_has_the_package_of_its_whole_name(folders: list[str]) -> None:
     assert told == []
     assert packages.choose(known, Gpu("NVIDIA GH200", (9, 0)), warn=told.append) == folders[0]
     assert len(told) == 1
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H100 PCIe", "NVIDIA H100 80GB HBM3 MIG 3g.40gb"])
+def test_a_card_of_the_same_name_with_other_sms_is_said(machine: Any, name: str) -> None:
+    machine.setattr(packages, "gpu_of", lambda device: Gpu(name, (9, 0), 114))
+    source = Chosen("rmsnorm_backward")
+    with pytest.warns(UserWarning, match=f"{name} has 114 SMs, .* tuned for the 132 of H100"):
+        assert source(0).backward.target["name"] == "h100"
+    for sms in (132, 0):  # 0: not known
+        machine.setattr(packages, "gpu_of", lambda device, sms=sms: Gpu(name, (9, 0), sms))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert Chosen("rmsnorm_backward")(0).backward.target["name"] == "h100"
