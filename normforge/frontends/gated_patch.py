@@ -20,6 +20,7 @@ from .tried import (
     are_close,
     eps_of,
     evenly,
+    in_both_modes,
     is_called_so,
     results_of,
     rows_to_try,
@@ -107,6 +108,7 @@ def _known_of(module: Any) -> Any:
     return _KNOWN.get(f"{owner.__module__}.{owner.__qualname__}")
 
 
+@in_both_modes(otherwise=_OTHER)
 def _found(module: Any) -> tuple[tuple[str, bool], int] | str:
     """Return the formula that a module computes, or why it is no gated norm."""
     width, eps = len(module.weight), float(eps_of(module) or 0.0)

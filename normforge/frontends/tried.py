@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import wraps
 from itertools import product
 from typing import Any
 
@@ -87,6 +88,32 @@ def alike(
     return made
 
 
+def in_other_mode(module: Any) -> Any:
+    """Return a module like this one that trains, if this one does not, or the other way round."""
+    children = {
+        name: None if child is None else in_other_mode(child)
+        for name, child in module._modules.items()
+    }
+    made = alike(module, module._parameters, children)
+    made.__dict__["training"] = not module.training
+    return made
+
+
+def in_both_modes(otherwise: Any) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
+    """Decorate a function that says what a module computes: it answers `otherwise` for one that
+    computes something else while it trains, as a dropout does."""
+
+    def decorated(answer: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        @wraps(answer)
+        def in_both(module: Any) -> Any:
+            found = answer(module)
+            return found if not found or answer(in_other_mode(module)) == found else otherwise
+
+        return in_both
+
+    return decorated
+
+
 def with_parameters(module: Any, parameters: Parameters) -> Callable[..., Any]:
     """The forward of a module that had these parameters, without its hooks."""
     other = alike(module, parameters)
@@ -154,6 +181,7 @@ def are_close(found: Results | None, wanted: Results, x: torch.Tensor) -> bool:
     return True
 
 
+@in_both_modes(otherwise=None)
 def formula_of(module: Any) -> str | None:
     """Return "gemma" if a norm adds 1 to its weight, "torch" if not, by its results and its
     gradients; None when it computes anything else."""
@@ -175,7 +203,15 @@ def formula_of(module: Any) -> str | None:
                 fitting.remove(formula)
     if untried and fitting:
         return UNTRIED
-    return fitting[0] if fitting else None
+    return fitting[0] if fitting and _is_unbounded(module, fitting[0], eps) else None
+
+
+def _is_unbounded(module: Any, formula: str, eps: float) -> bool:
+    """Return True if a norm with this formula does not clamp large results."""
+    x, weight = rows_to_try(len(module.weight))[0], evenly(-1e3, 2e3, len(module.weight))
+    found = try_training(module, {"weight": weight}, x)
+    y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (weight + (formula == "gemma"))
+    return found is not None and are_close(found[:1], [y], x)
 
 
 def with_its_dtype(module: Any, formula: str) -> str | None:
@@ -197,6 +233,7 @@ def dtype_by(served: str, x: torch.dtype, weight: torch.dtype) -> torch.dtype:
     return torch.promote_types(x, weight) if served == "widening" else x
 
 
+@in_both_modes(otherwise=False)
 def is_layer_norm(module: Any) -> bool:
     """Return True if a module computes what torch.nn.LayerNorm does, over one dimension."""
     kind = type(module)

@@ -339,6 +339,11 @@ for model, names, nodes in ways:
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(step(compiled, None), step(plain, None))
 
+small = 0.05 * torch.randn(2, 9, 4, 32, dtype=torch.bfloat16)
+norm = torch.nn.RMSNorm(32, eps=None, dtype=torch.bfloat16)
+turns = torch.ones(1, 9, 16), torch.zeros(1, 9, 16)
+torch.testing.assert_close(ours._normalized(small, norm, turns, False), norm(small))
+
 import inspect
 
 def names_of(kind):

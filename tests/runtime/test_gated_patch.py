@@ -56,6 +56,11 @@ class TanhRMSNormGated(NormThenGate):
         return torch.tanh(gate)
 
 
+class OtherInEvaluationRMSNormGated(NormThenGate):
+    def activated(self, gate: torch.Tensor) -> torch.Tensor:
+        return super().activated(gate) * (2 - self.training)
+
+
 class MambaRMSNormGated(nn.Module):
     """The norm of transformers' Mamba 2 and Zamba 2: groups, and results as wide as the weight.
     said: the attribute that says how many there are, or else how wide they are."""
@@ -246,6 +251,7 @@ def test_a_class_that_is_derived_with_another_forward_is_tried() -> None:
 
 LEFT: dict[str, tuple[Any, str]] = {
     "another activation": (TanhRMSNormGated, "it computes something else than norm(x) * w * act("),
+    "evaluation": (OtherInEvaluationRMSNormGated, "it is not one weight, an eps and a forward of"),
     "three arguments": (ThreeRMSNormGated, "it is not one weight, an eps and a forward of rows"),
     "a bias": (BiasedRMSNormGated, "it is not one weight, an eps and a forward of rows and a gate"),
     "an error": (RefusingRMSNormGated, "it raises an error on rows in fp32 on the CPU"),

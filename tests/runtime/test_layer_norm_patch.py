@@ -126,6 +126,7 @@ OTHERS: dict[str, Any] = {
     "Frozen": lambda norm, x: with_scales(norm, x, norm.weight, norm.bias.detach()),
     "Clamped": lambda norm, x: plain(norm, x.clamp(-100, 100)),
     "Narrowed": lambda norm, x: plain(norm, x.to(norm.weight.dtype)),
+    "OtherInEvaluation": lambda norm, x: plain(norm, x) * (2 - norm.training),
 }
 KINDS = [
     ScaledLayerNorm, *(made(nn.LayerNorm, f"{name}LayerNorm", of) for name, of in OTHERS.items())

@@ -104,6 +104,8 @@ OTHERS: dict[str, Any] = {
     "Matrix": lambda norm, x: norm.weight * (x * rstd_of(norm, x, tuple(range(1, x.dim())))),
     "Channel": by_channels,
     "Clamped": lambda norm, x: plain(norm, x.clamp(-100, 100)),
+    "ClampedResult": lambda norm, x: plain(norm, x).clamp(-100, 100),
+    "OtherInEvaluation": lambda norm, x: plain(norm, x) * (2 - norm.training),
     "ClampedStatistic": with_a_floor,
     "DetachedStatistic": lambda norm, x: norm.weight * (x * rstd_of(norm, x).detach()),
     "DetachedWeight": lambda norm, x: norm.weight.detach() * (x * rstd_of(norm, x)),
