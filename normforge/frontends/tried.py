@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from functools import wraps
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -90,7 +90,7 @@ def alike(
 
 def in_other_mode(module: Any) -> Any:
     """Return a module like this one that trains, if this one does not, or the other way round."""
-    children = {
+    children: dict[str, Any] = {
         name: None if child is None else in_other_mode(child)
         for name, child in module._modules.items()
     }
@@ -99,17 +99,20 @@ def in_other_mode(module: Any) -> Any:
     return made
 
 
-def in_both_modes(otherwise: Any) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
+Answer = TypeVar("Answer", bound=Callable[[Any], Any])
+
+
+def in_both_modes(otherwise: Any) -> Callable[[Answer], Answer]:
     """Decorate a function that says what a module computes: it answers `otherwise` for one that
     computes something else while it trains, as a dropout does."""
 
-    def decorated(answer: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def decorated(answer: Answer) -> Answer:
         @wraps(answer)
         def in_both(module: Any) -> Any:
             found = answer(module)
             return found if not found or answer(in_other_mode(module)) == found else otherwise
 
-        return in_both
+        return cast(Answer, in_both)
 
     return decorated
 
