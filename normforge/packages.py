@@ -112,9 +112,8 @@ def choose(
         words = escape(name).replace(r"\-", "[- ]")  # rtx-5090: "NVIDIA GeForce RTX 5090"
         if search(rf"\b{words}\b", gpu.name, IGNORECASE):
             tuned = packages[name]
-            if (
-                gpu.sms and tuned.sms and gpu.sms != tuned.sms
-            ):  # a card or a part of one that has the same name
+            # Another card, or a part of one, may have the same name.
+            if gpu.sms and tuned.sms and gpu.sms != tuned.sms:
                 warn(
                     f"{gpu.name} has {gpu.sms} SMs, and its kernels were tuned for the {tuned.sms} "
                     f"of {tuned.title}: correct, perhaps slower than kernels of its own"

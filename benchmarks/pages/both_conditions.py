@@ -17,7 +17,8 @@ ORDER = {ROTATION: "Under rotation", FLUSH: "After a flush"}
 
 
 def under(name: str) -> str:
-    """Ours and all peers over the floor, and the peers' lowest times over ours."""
+    """Ours and all peers over the floor, geometric means, and the peers' lowest times over ours. Of
+    a peer that was not timed at all shapes, ours at those is beside it."""
     found = {condition: comparison(name.format(condition)) for condition in ORDER}
     ours = (f"**{one.ours:.3f}**" for one in found.values())
     lines = [["**Normforge**", *ours, *[""] * len(found)]]
@@ -32,7 +33,11 @@ def under(name: str) -> str:
         ]
         alike = partly[0] * (len(set(partly)) == 1)  # said once, beside the name
         apart = [""] * len(here) if alike else partly
-        over = [f"{one.over_floor:.3f}{said}" for one, said in zip(here, apart, strict=True)]
+        over = [
+            f"{one.over_floor:.3f}{said}"
+            + f", ours {one.over_floor / one.over_ours:.3f}" * bool(part)
+            for one, said, part in zip(here, apart, partly, strict=True)
+        ]
         least = [f"{min(one.over_ours(peer.name).values()):.3f}" for one in found.values()]
         lines.append([f"{peer.title} {peer.version}{alike}", *over, *least])
     header = [f"time / floor, {condition}" for condition in found]
@@ -49,15 +54,15 @@ def _closest(found: Comparison) -> str:
     """Say at how many shapes a peer is ahead, and how long the fastest ones take."""
     best = found.best_peers.values()
     ahead, (least, where) = sum(ratio < 1 for ratio in best), found.least
-    mean = f"the fastest one of each takes {geometric_mean(best):.2f} times as long in the mean"
+    mean = f"the fastest peer of a shape takes {geometric_mean(best):.2f} times as long on average"
     if ahead:
         by = f"{100 * (1 / least - 1):.1f} %"
         return (
             f"a peer is faster at {ahead} of {_shapes(len(best))}, by up to {by} ({where}); {mean}"
         )
     return (
-        f"no peer is faster at any of the {_shapes(len(best))}; {mean}, and {least:.3f} times at"
-        f" least ({where})"
+        f"no peer is faster at any of the {_shapes(len(best))}; {mean}, and at least {least:.3f}"
+        f" times ({where})"
     )
 
 

@@ -16,6 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 
+from .dtensor import is_dtensor
 from .graph_values import (
     add_call,
     are_alike,
@@ -160,7 +161,7 @@ def _scale(x: Node, factor: Node) -> tuple[Node, float, set[Node]] | None:
         nodes |= {weight}
         weight = cast_of(weight)
     rows, value = value_of(x), value_of(weight)
-    if type(value) is not FakeTensor or value.dim() != 1 or value.device != rows.device:
+    if type(value) is not type(rows) or value.dim() != 1 or value.device != rows.device:
         return None
     narrow = any(value_of(node).dtype != torch.float32 for node in nodes)
     if narrow or value.dtype not in (rows.dtype, torch.float32) or isinstance(offset, Node):
@@ -184,7 +185,8 @@ def _in_one_run(nodes: set[Node], result: Node) -> list[Node] | None:
 def _may_be_replaced(x: Node, run: list[Node]) -> bool:
     """Return True if the operator computes the result, and nobody sees the nodes before it."""
     rows, result = value_of(x), value_of(run[-1])
-    if type(rows) is not FakeTensor:  # it is a DTensor
+    # The operator knows how DTensor may split it.
+    if not (type(rows) is FakeTensor or is_dtensor(rows)) or type(result) is not type(rows):
         return False
     if not are_alike(rows, result):
         return False

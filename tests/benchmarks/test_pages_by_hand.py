@@ -48,14 +48,12 @@ def test_a_peer_is_faster_wherever_it_takes_less(folder: Path) -> None:
     rotation, flush = " ".join(page.split("\n\n")[1].split()).split(" After a flush, ")
     # The fastest peers take 0.9, 0.995 and 1.01 of ours: the cube root of 0.904455; 10 / 9.
     assert rotation == (
-        f"Under rotation, a peer is faster at 2 of 3 shapes, by up to 11.1 % ({A}); the fastest one"
-        " of each takes 0.97 times as long in the mean."
+        f"Under rotation, a peer is faster at 2 of 3 shapes, by up to 11.1 % ({A}); the fastest"
+        " peer of a shape takes 0.97 times as long on average."
     )
     # 0.967 / 1.25, and 12.5 / 9.
-    said = (
-        f"a peer is faster at 3 of 3 shapes, by up to 38.9 % ({A}); the fastest one of each takes"
-    )
-    assert flush == f"{said} 0.77 times as long in the mean."
+    said = f"a peer is faster at 3 of 3 shapes, by up to 38.9 % ({A}); the fastest peer of a"
+    assert flush == f"{said} shape takes 0.77 times as long on average."
 
 
 def test_the_closest_peer_is_named_under_both_conditions(folder: Path) -> None:
@@ -65,14 +63,15 @@ def test_the_closest_peer_is_named_under_both_conditions(folder: Path) -> None:
     rows = (compared(A, 10.0, 10.0, cudnn=10.1, quack=30.0), compared(B, 9.0, 10.0, cudnn=12.0))
     write(folder, "on_flush", comparison_of(*rows))
     page = both_conditions.under("on_{}")
-    assert cells(page, "QuACK 0.6.5 (1 shape)") == ["3.000", "3.000", "3.000", "3.000"]
+    assert cells(page, "QuACK 0.6.5 (1 shape)") == [*["3.000, ours 1.000"] * 2, *["3.000"] * 2]
     said = " ".join(page.split("\n\n")[1].split())
-    none, of_each = "no peer is faster at any of the 2 shapes", "the fastest one of each takes"
+    none = "no peer is faster at any of the 2 shapes"
+    of_each = "the fastest peer of a shape takes"
     # Roots of 1.04 * 1.03 and of 1.01 * 1.2.
     assert said == (
-        f"Under rotation, {none}; {of_each} 1.03 times as long in the mean, and 1.030 times at"
-        f" least ({B}). After a flush, {none}; {of_each} 1.10 times as long in the mean, and 1.010"
-        f" times at least ({A})."
+        f"Under rotation, {none}; {of_each} 1.03 times as long on average, and at least 1.030"
+        f" times ({B}). After a flush, {none}; {of_each} 1.10 times as long on average, and at"
+        f" least 1.010 times ({A})."
     )
 
 
@@ -89,7 +88,7 @@ def test_peers_at_different_numbers_of_shapes_say_both(folder: Path) -> None:
     write(folder, "on_rotation", comparison_of(a, b))
     write(folder, "on_flush", comparison_of(a, compared(B, 10.0, 10.0, cudnn=20.0)))
     page = both_conditions.under("on_{}")
-    assert cells(page, "QuACK 0.6.5 |") == ["3.000", "3.000 (1 shape)", "3.000", "3.000"]
+    assert cells(page, "QuACK 0.6.5 |") == ["3.000", "3.000 (1 shape), ours 1.000", *["3.000"] * 2]
     assert cells(page, "cuDNN best plan") == ["2.000"] * 4
 
 
@@ -100,8 +99,8 @@ def test_the_comparison_in_short(folder: Path) -> None:
     short = " ".join(both_conditions.on_h200_in_short().split())
     assert short.endswith(
         "under rotation, Normforge takes 1.100 times the floor; no peer is faster at any of the 2"
-        " shapes; the fastest one of each takes 1.14 times as long in the mean, and 1.091 times at"
-        f" least ({B})."
+        " shapes; the fastest peer of a shape takes 1.14 times as long on average, and at least"
+        f" 1.091 times ({B})."
     )
 
 

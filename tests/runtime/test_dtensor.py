@@ -53,6 +53,33 @@ wanted = package.rmsnorm_backward(dy, x, rstd, weight)
 assert torch.equal(dx.to_local(), wanted[0]) and torch.equal(dw.to_local(), wanted[1])
 """
 
+PARTS["written out"] = """
+from normforge.frontends.decomposed import replace_decomposed
+replaced = []
+
+def backend(module, given):
+    replaced.append(replace_decomposed(module.graph, package.ops))
+    module.recompile()
+    return torch._dynamo.lookup_backend("aot_eager")(module, given)
+
+def norm(x, weight):
+    return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5))
+
+local, scale = torch.randn(2, 4, 16), torch.rand(16) + 0.5
+for placement in (Shard(0), Shard(1), Replicate()):
+    found = []
+    for run in (torch.compile(norm, backend=backend, fullgraph=True), norm):
+        x = DTensor.from_local(local, mesh, [placement]).requires_grad_()
+        weight = DTensor.from_local(scale, mesh, [Replicate()]).requires_grad_()
+        y = run(x, weight)
+        gradients = torch.autograd.grad(y.to_local().square().sum(), (x, weight))
+        found.append([(t.placements, t.to_local()) for t in (y.detach(), *gradients)])
+    for (one, numbers), (other, wanted) in zip(*found, strict=True):
+        assert one == other, (placement, one, other)
+        torch.testing.assert_close(numbers, wanted)
+assert replaced == [1, 1, 1], replaced
+"""
+
 PARTS["rows and dw"] = """
 local, scale = torch.randn(2, 3, 4, 16), torch.randn(16)
 x = DTensor.from_local(local, mesh, [Shard(1)]).requires_grad_()
