@@ -1,4 +1,4 @@
-// gated_rmsnorm_forward_none_bulk2_n4096_bf16_128x2_944410df
+// gated_rmsnorm_forward_none_async2_n4096_bf16_64x2_79387e73
 //
 // y = rmsnorm(x) * w * silu(z).
 // Determinism class: gpu_to_gpu.
@@ -11,20 +11,20 @@ constexpr bool kExact = true;  // N is a constant
 constexpr int kRowColumns = 4096;  // N
 constexpr int kColumns = 4096;  // columns of one CTA
 constexpr int kCluster = 1;  // CTAs that share a row
-constexpr int kThreadsPerRow = 128;
-constexpr int kTeamThreads = 128;  // those of a row, but at least a warp
+constexpr int kThreadsPerRow = 64;
+constexpr int kTeamThreads = 64;  // those of a row, but at least a warp
 constexpr int kRowsAbreast = 1;  // rows that parts of a warp work on side by side
 constexpr int kTeams = 2;  // of a CTA, each with rows of its own
-constexpr int kThreads = 256;  // of one CTA
+constexpr int kThreads = 128;  // of one CTA
 constexpr int kRowsInFlight = 1;  // rows that a thread works on at once
 constexpr int kBatchRows = 1;  // rows of a batch: kRowsInFlight * kRowsAbreast
 constexpr int kStages = 2;  // batches under way in shared memory
-constexpr int kStageBarriers = 2;  // transaction barriers of one team's stages
+constexpr int kStageBarriers = 0;  // transaction barriers of one team's stages
 constexpr int kReload = 1;  // x and dy are read again for dx
 constexpr int kVectorBytes = 16;
 constexpr int kElements = 8;  // elements of x in a vector
-constexpr int kVectors = 4;  // vectors of a row in one thread
-constexpr int kWarpsPerRow = 4;
+constexpr int kVectors = 8;  // vectors of a row in one thread
+constexpr int kWarpsPerRow = 2;
 constexpr int kWeightBytes = 16;  // of the weight for one vector of x
 constexpr int kRowBytes = 8192;  // of one CTA's part of a row of x
 constexpr int kOffset = 0;  // a number is added to the weight
@@ -35,16 +35,16 @@ constexpr int kPartialStride = 0;  // floats of one row of partial dw
 constexpr int kTailColumns = 0;  // columns of dw that a CTA of the tail sums at once
 constexpr int kLevels = 1;
 constexpr int kSumThreads = 0;  // of one CTA of the second kernel
-constexpr int kSumsOffset = 32;  // bytes into shared memory
-constexpr int kWeightOffset = 96;  // bytes into shared memory; not args.weight_offset
-constexpr int kBroadcastOffset = 96;
+constexpr int kSumsOffset = 0;  // bytes into shared memory
+constexpr int kWeightOffset = 32;  // bytes into shared memory; not args.weight_offset
+constexpr int kBroadcastOffset = 32;
 constexpr int kTilesOffset = 128;
 #define ROW_LOAD ".nc"
 // Rows are asked for with a priority in the L2.
 #define ROW_POLICY ".reg .b64 policy; createpolicy.fractional.L2::evict_last.b64 policy, 1.0; "
 #define ROW_HINT ".L2::cache_hint"
 #define ROW_OPERAND ", policy"
-#define ROW_STORE ""
+#define ROW_STORE ".cs"
 #define LEAST_COLUMNS 4096  // of a row
 
 #include "primitives.cuh"
@@ -118,93 +118,83 @@ struct Rows {
 
 #include "schedule.cuh"
 
-// ---- Rows: bulk copies into stages in shared memory ------------------------------------------
-// One thread of each team asks the copy engine for whole rows. Each stage has a transaction barrier,
-// which completes when all bytes of the batch have landed, and acquires them for every thread that
-// waits.
-// A stage is refilled only after every thread of the team has read it. That is after the barrier of the
-// row sum or, in a cluster, after the completed exchange, which every warp of the team joins after its
-// reads (with a reload, the exchange of the next batch). The barrier orders ordinary accesses. The
-// proxy fence of the thread that issues the copy orders them before the asynchronous write.
-// Only existing rows are copied. The space of the others holds old data, which is never read.
-// dx may be the memory of dy: one copy brings a row, or a CTA's columns of it, and every thread that
-// writes there has waited for its completion, which the mbarrier makes visible to generic accesses.
+// ---- Rows: cp.async into stages in shared memory ---------------------------------------------
+// A thread copies exactly the vectors that it reads, so it only has to wait for its own groups. It
+// commits one group per batch, also past the end, so that "all but the newest kAhead - 1" always
+// includes the batch that is due.
+// A slot is refilled by the thread that read it, and an asynchronous copy follows the earlier
+// instructions of its own thread (PTX ISA, asynchronous operations).
+// dx may be the memory of dy: a thread writes only elements that it has copied itself, and it has waited
+// for those copies. Later reads, also those of a reload, are of the copy.
 
 struct RowPipeline {
-  static_assert(kRowsAbreast == 1, "a bulk copy brings its row to a whole team");
-  static constexpr int kBatchBytes = kRowsInFlight * (2 * kRowBytes + kResidualRowBytes);
+  static constexpr int kTileBytes = kVectors * kThreads * kVectorBytes;  // one row of every team
+  static constexpr int kResidualTileBytes = kResidual * kVectors * kThreads * kResidualBytes;
+  static constexpr int kStageBytes = kRowsInFlight * (2 * kTileBytes + kResidualTileBytes);
   static constexpr int kAhead = kStages - kReload;
 
   const Rows& rows;
-  unsigned char* tiles;
-  unsigned long long* landed;  // one barrier per stage
-  int stage = 0;
-  unsigned phase = 0;
+  unsigned char* const first;  // this thread's first vector in the first stage
+  unsigned char* due;          // and in the stage of the batch that is due
 
   DEVICE RowPipeline(const Rows& r, unsigned char* smem)
-      : rows(r), tiles(smem + kTilesOffset + team_index() * kStages * kBatchBytes),
-        landed(reinterpret_cast<unsigned long long*>(smem) + team_index() * kStages) {
-    if (team_thread() == 0) {
-#pragma unroll 1
-      for (int s = 0; s < kStages; ++s) mbarrier_init(&landed[s], 1);
-      mbarrier_init_fence();
-    }
-    // A barrier before the first wait publishes them to the team.
+      : rows(r), first(smem + kTilesOffset + threadIdx.x * kVectorBytes), due(first) {}
+
+  // Vectors of consecutive threads are neighbours: no bank conflicts.
+  DEVICE static unsigned char* slot(unsigned char* stage, int tensor, int u, int j) {
+    return stage + (tensor * kRowsInFlight + u) * kTileBytes + j * kThreads * kVectorBytes;
   }
-  DEVICE void fetch(long long batch, int into) {
-    if (batch >= rows.batches) return;
-    const long long row = row_of(batch, 0);
-    const long long left = rows.count - row;
-    const int valid = left < kRowsInFlight ? static_cast<int>(left) : kRowsInFlight;
-    unsigned char* tile = tiles + into * kBatchBytes;
-    mbarrier_expect(&landed[into], valid * (2 * kRowBytes + kResidualRowBytes));
-    for (int u = 0; u < valid; ++u) {
-      bulk_load(tile + u * kRowBytes, rows.x(row + u, rows.first_column), kRowBytes,
-                &landed[into]);
-      bulk_load(tile + (kRowsInFlight + u) * kRowBytes, rows.z(row + u, rows.first_column),
-                kRowBytes, &landed[into]);
-    }
+  DEVICE static unsigned char* residual_slot(unsigned char* stage, int u, int j, int chunk) {
+    constexpr int kChunk = kChunkOf<kResidualBytes>;
+    // `stage` already has threadIdx.x * kVectorBytes in it, hence the difference at the end.
+    return stage + 2 * kRowsInFlight * kTileBytes + u * kResidualTileBytes +
+           (j * (kResidualBytes / kChunk) + chunk) * kThreads * kChunk +
+           static_cast<int>(threadIdx.x) * (kChunk - kVectorBytes);
   }
+  DEVICE void fetch(long long batch, unsigned char* into) {
+#pragma unroll
+    for (int u = 0; u < kRowsInFlight; ++u) {
+      const long long row = row_of(batch, u);
+#pragma unroll
+      for (int j = 0; j < kVectors; ++j) {
+        const int column = rows.column(j);
+        if (row < rows.count && rows.owns(j, column)) {
+          copy_async<kVectorBytes>(slot(into, 0, u, j), rows.x(row, column));
+          copy_async<kVectorBytes>(slot(into, 1, u, j), rows.z(row, column));
+        }
+      }
+    }
+    copy_async_commit();
+  }
+  // The address is advanced here, too. If NVRTC 13.0 splits the address of a copy with a cache policy
+  // into a thread's register and a uniform one, it emits an illegal instruction.
   DEVICE void start(const Schedule& schedule) {
-    if (team_thread() != 0) return;
+    unsigned char* into = first;
 #pragma unroll 1
-    for (int s = 0; s < kAhead; ++s) fetch(schedule.ahead(s), s);
+    for (int s = 0; s < kAhead; ++s, into += kStageBytes) fetch(schedule.ahead(s), into);
   }
-  DEVICE void await() { mbarrier_wait(&landed[stage], phase); }
+  DEVICE void await() { copy_async_wait<kAhead - 1>(); }
   DEVICE void read(RowPacket (&x)[kRowsInFlight][kVectors],
                    RowPacket (&z)[kRowsInFlight][kVectors], long long batch) {
-    const unsigned char* tile = tiles + stage * kBatchBytes;
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) {
       const bool valid = row_of(batch, u) < rows.count;
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
-        const int column = rows.column(j);
-        const int at = (column - rows.first_column) * static_cast<int>(sizeof(Element));
         x[u][j] = z[u][j] = RowPacket{};
-        if (valid && rows.owns(j, column)) {
-          x[u][j] = load_shared_packet<kVectorBytes>(tile + u * kRowBytes + at);
-          z[u][j] = load_shared_packet<kVectorBytes>(tile + (kRowsInFlight + u) * kRowBytes + at);
+        if (valid && rows.owns(j, rows.column(j))) {
+          x[u][j] = load_shared_packet<kVectorBytes>(slot(due, 0, u, j));
+          z[u][j] = load_shared_packet<kVectorBytes>(slot(due, 1, u, j));
         }
       }
     }
-    // Some of these values may not be needed before the barrier of the row sum, which does not wait for
-    // loads: the copy engine could overwrite a stage that is still being read. So every reader fences.
-    fence_async_shared();
   }
+  DEVICE unsigned char* last() const { return first + (kStages - 1) * kStageBytes; }
   // With a reload, the stage of this batch is still needed, so the one before it is refilled.
   DEVICE void refill(const Schedule& schedule) {
-    if (team_thread() != 0) return;
-    fence_async_shared();
-    const int last = stage == 0 ? kStages - 1 : stage - 1;
-    fetch(schedule.ahead(kAhead), kReload ? last : stage);
+    fetch(schedule.ahead(kAhead), !kReload ? due : due == first ? last() : due - kStageBytes);
   }
-  DEVICE void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
+  DEVICE void advance() { due = due == last() ? first : due + kStageBytes; }
 };
 
 // ---- The weight -----------------------------------------------------------------------------
@@ -252,7 +242,7 @@ DEVICE Gate gate_of(float z) {
 
 // ---- The kernel -----------------------------------------------------------------------------
 
-extern "C" __global__ void  gated_rmsnorm_forward(ARGUMENTS(Arguments, args)) {
+extern "C" __global__ void __launch_bounds__(128, 2) gated_rmsnorm_forward(ARGUMENTS(Arguments, args)) {
   DYNAMIC_SHARED(smem);
   constexpr int rank = 0;
   const unsigned participants = gridDim.x;
@@ -268,7 +258,6 @@ extern "C" __global__ void  gated_rmsnorm_forward(ARGUMENTS(Arguments, args)) {
   // thread has itself set up the barriers of the stages, and no other thread looks at them yet.
   pipeline.start(schedule);
   const Weight weights(rows, args.weight, smem);
-  team_barrier();
 
   // 1 / N, rounded once.
   float inverse_columns = 1.0f / kRowColumns;

@@ -1,4 +1,4 @@
-// rope_none_direct_n128_bf16_32x4_99a9a5c5
+// rope_none_direct_n128_bf16_16x6_54fb403e
 //
 // y = x * cos + rotate_half(x) * (sign * sin), and rotate_half(x) = -x of the second half of a row in front of
 // x of the first.
@@ -12,13 +12,13 @@ constexpr bool kExact = true;  // N is a constant
 constexpr int kRowColumns = 128;  // N
 constexpr int kColumns = 128;  // columns of one CTA
 constexpr int kCluster = 1;  // CTAs that share a row
-constexpr int kThreadsPerRow = 32;
+constexpr int kThreadsPerRow = 16;
 constexpr int kTeamThreads = 32;  // those of a row, but at least a warp
-constexpr int kRowsAbreast = 1;  // rows that parts of a warp work on side by side
-constexpr int kTeams = 4;  // of a CTA, each with rows of its own
-constexpr int kThreads = 128;  // of one CTA
+constexpr int kRowsAbreast = 2;  // rows that parts of a warp work on side by side
+constexpr int kTeams = 6;  // of a CTA, each with rows of its own
+constexpr int kThreads = 192;  // of one CTA
 constexpr int kRowsInFlight = 1;  // rows that a thread works on at once
-constexpr int kBatchRows = 1;  // rows of a batch: kRowsInFlight * kRowsAbreast
+constexpr int kBatchRows = 2;  // rows of a batch: kRowsInFlight * kRowsAbreast
 constexpr int kStages = 1;  // batches under way in shared memory
 constexpr int kStageBarriers = 0;  // transaction barriers of one team's stages
 constexpr int kReload = 0;  // x and dy are read again for dx
@@ -40,11 +40,12 @@ constexpr int kSumsOffset = 0;  // bytes into shared memory
 constexpr int kWeightOffset = 0;  // bytes into shared memory; not args.weight_offset
 constexpr int kBroadcastOffset = 0;
 constexpr int kTilesOffset = 128;
-#define ROW_LOAD ".nc.L1::no_allocate"
-#define ROW_POLICY ""
-#define ROW_HINT ""
-#define ROW_OPERAND ""
-#define ROW_STORE ""
+#define ROW_LOAD ".nc"
+// Rows are asked for with a priority in the L2.
+#define ROW_POLICY ".reg .b64 policy; createpolicy.fractional.L2::evict_last.b64 policy, 1.0; "
+#define ROW_HINT ".L2::cache_hint"
+#define ROW_OPERAND ", policy"
+#define ROW_STORE ".cs"
 #define LEAST_COLUMNS 128  // of a row
 
 #include "primitives.cuh"
@@ -169,7 +170,7 @@ struct RowPipeline {
 
 // ---- The kernel -----------------------------------------------------------------------------
 
-extern "C" __global__ void __launch_bounds__(128, 6) rope(ARGUMENTS(Arguments, args)) {
+extern "C" __global__ void __launch_bounds__(192, 3) rope(ARGUMENTS(Arguments, args)) {
   DYNAMIC_SHARED(smem);
   constexpr int rank = 0;
   const unsigned participants = gridDim.x;
