@@ -12,14 +12,9 @@ from benchmarks.training.layer_models import TITLES
 from benchmarks.training.layers import WAYS
 
 
-def layers() -> str:
-    """Milliseconds of the kernels beside products and attention in one layer's step."""
-    return _by_way(read("layers_h100")["layers"])
-
-
 def layers_with_sums() -> str:
-    """Milliseconds of those kernels on an H200, whose packages add gradients in the norms'
-    backwards; in parentheses without these."""
+    """Milliseconds of the kernels beside products and attention in a layer's step on an H200, whose
+    packages add gradients in the norms' backwards; in parentheses without these."""
     return _by_way(read("layers_h200")["layers"], read("layers_without_sums_h200")["layers"])
 
 
@@ -173,7 +168,6 @@ def _since(shape: str, measured: dict[str, Any]) -> str:
 
 
 LAYERS_BLOCKS: dict[str, Callable[[], str]] = {
-    "layers": layers,
     "layers_with_sums": layers_with_sums,
     "layers_rotated": layers_rotated,
     "layers_more": layers_more,

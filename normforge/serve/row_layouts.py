@@ -1,5 +1,5 @@
-"""Where the tensors of a call of an operation over rows lie, and copies of those that no kernel can
-read."""
+"""Finds out where the tensors of a call of an operation over rows lie, and copies those that no
+kernel can read."""
 
 from __future__ import annotations
 
