@@ -26,14 +26,16 @@ from tests.support.attention_classes import (
     GatedAttention,
     GemmaAttention,
     MixedAttention,
+    PlainAttention,
     QueriesAttention,
     ScaledAttention,
     WholeNormAttention,
+    results,
+    turns,
 )
 from tests.support.entry_points import equal_bits, filled, randn, spied
 from tests.support.foreign_norms import CentredRMSNorm
-from tests.support.layer_classes import B, S, check, model_of, step
-from tests.support.layer_classes import results as results_of
+from tests.support.layer_classes import B, S, check
 
 pytestmark = pytest.mark.usefixtures("fresh")
 
@@ -48,16 +50,6 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 def rotated(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shapes of what `apply_rope` and its backward serve in plain eager code."""
     return spied(monkeypatch, RotatedFunctions, "rotate", lambda _, x, *__: tuple(x.shape))
-
-
-def turns(width: int = WIDTH, batch: int = 1, dtype: torch.dtype = torch.float32) -> Any:
-    angles = 3 * randn(batch, S, width // 2, seed=5)
-    angles = torch.cat((angles, angles), -1)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def results(model: Any, of_turns: Any) -> list[torch.Tensor]:
-    return results_of(model, of_turns, None, width=HIDDEN)
 
 
 NAMES = ["q_norm", "k_norm", ""]
@@ -474,6 +466,9 @@ def test_heads_without_a_kernel_are_left_alone_on_a_gpu(
         assert normforge.patch(GemmaAttention().bfloat16(), fuse=True) == NAMES
         assert normforge.patch(GatedAttention().bfloat16(), fuse=True) == NAMES[:2]
         assert normforge.patch(WholeNormAttention().bfloat16(), fuse=True) == NAMES
+        assert normforge.patch(PlainAttention(), fuse=True) == []
+        assert normforge.patch(PlainAttention().bfloat16(), fuse=True) == [""]
+    assert "no kernel of apply_rope serves heads of 16 columns here" in caplog.text
     assert "no kernel of rms_norm_rope serves heads of 16 columns here" in caplog.text
     assert "serves heads of 16 columns, 4 of them rotated, here" in caplog.text
     assert "serves rows of 32 columns in heads of 16 columns here" in caplog.text
@@ -486,7 +481,8 @@ def test_heads_without_a_kernel_are_left_alone_on_a_gpu(
     of_part += [(16, "bf16", "bf16", "rotary4", False)]
     of_rows = [(64, "bf16", "bf16", "joined16", False)] * 2
     of_rows += [(32, "bf16", "bf16", "joined16", False), (16, "bf16", "bf16", "", False)]
-    assert asked == [*wanted, *of_gemma, *of_part, *of_rows]
+    of_plain = [(16, one, one, "", False) for one in ("fp32", "bf16")]
+    assert asked == [*wanted, *of_gemma, *of_part, *of_rows, *of_plain]
 
 
 def test_other_packages_fuse_nothing(package: Package, caplog: pytest.LogCaptureFixture) -> None:
@@ -494,75 +490,3 @@ def test_other_packages_fuse_nothing(package: Package, caplog: pytest.LogCapture
     assert "only normforge.patch has rms_norm_rope" in caplog.text
     with pytest.raises(ValueError, match="no kernels of rms_norm_rope are batch-invariant"):
         normforge.batch_invariant.patch(Attention(), fuse=True)
-
-
-# ---- Models of transformers ----------------------------------------------------------------------
-
-WITH_ATTENTION = {"layer_types": ["full_attention"] * 2}
-ROTATED: dict[str, dict[str, Any]] = {
-    "Qwen3": {},
-    "Gemma3": {},
-    "Glm4Moe": {"use_qk_norm": True, "first_k_dense_replace": 2},  # rotates half of the columns
-    "Qwen3_5": WITH_ATTENTION,  # and these a quarter
-    "Qwen3Next": {**WITH_ATTENTION, "mlp_only_layers": [0, 1]},
-    "Olmo2": {},
-    "Olmo3": {},
-}
-"""The models whose attention is served, and what else they are made with."""
-
-
-MORE = ("Gemma3", "Glm4Moe")
-"""Models of which the others cover most."""
-
-
-def small_model(name: str) -> Any:
-    return model_of(name, head_dim=16, **ROTATED.get(name, {}))
-
-
-@pytest.mark.parametrize("name", ROTATED)
-def test_models_of_transformers(name: str, served: list[Any]) -> None:
-    model, ids = small_model(name), torch.randint(1, 32, (2, 9))
-
-    wanted = step(model, ids)
-    names = [n for n in normforge.patch(model, fuse=True) if n.endswith("self_attn")]
-    served.clear()
-    torch.testing.assert_close(step(model, ids), wanted, rtol=1e-3, atol=1e-4)
-    assert names == [f"model.layers.{i}.self_attn" for i in range(2)]
-    joined = name.startswith("Olmo")
-    assert (
-        served == ([(2, 9, 1, 64), (2, 9, 1, 32)] if joined else [(2, 9, 4, 16), (2, 9, 2, 16)]) * 2
-    )
-    normforge.unpatch(model)
-    assert equal_bits(step(model, ids), wanted)
-
-
-@pytest.mark.parametrize("name", ["Qwen3", "Gemma3", "Qwen3Next", "Olmo2"])
-def test_models_of_transformers_generate_as_before(name: str) -> None:
-    model, ids = small_model(name).eval(), torch.randint(1, 32, (2, 9))
-    given = {"max_new_tokens": 5, "do_sample": False}
-    wanted = model.generate(ids, **given)
-    normforge.patch(model, fuse=True)
-    assert torch.equal(model.generate(ids, **given), wanted)
-
-
-@pytest.mark.parametrize(
-    "name", ["Qwen3", "Olmo2", *(pytest.param(n, marks=pytest.mark.slow) for n in MORE)]
-)
-def test_models_of_transformers_compile_into_as_many_graphs(name: str) -> None:
-    ids = torch.randint(1, 32, (2, 9))
-
-    def graphs(fuse: bool) -> tuple[int, torch.Tensor]:
-        torch._dynamo.reset()
-        counter, model = CompileCounter(), small_model(name)
-        normforge.patch(model, fuse=fuse)
-        compiled = torch.compile(model, backend=counter, fullgraph=True)
-        loss = compiled(ids, labels=ids, use_cache=False).loss
-        longer = compiled(ids.repeat(1, 2), labels=ids.repeat(1, 2), use_cache=False).loss
-        compiled(ids.repeat(1, 3), labels=ids.repeat(1, 3), use_cache=False)
-        frames = counter.frame_count
-        assert isinstance(frames, int)
-        return frames, loss + longer
-
-    (before, wanted), (after, found) = graphs(False), graphs(True)
-    assert after == before
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)

@@ -1,4 +1,5 @@
-"""`patch(model, fuse=True)`: attention without norms, whose heads `apply_rope` rotates."""
+"""`patch(model, fuse=True)`: attention without norms, whose heads `apply_rope` rotates; and models
+of transformers, with norms of heads and without."""
 
 from __future__ import annotations
 
@@ -23,10 +24,11 @@ from tests.support.attention_classes import (
     PlainAttention,
     apply_rotary_pos_emb,
     eager_attention_forward,
+    results,
+    turns,
 )
 from tests.support.entry_points import equal_bits, filled, randn, spied
 from tests.support.layer_classes import B, S, check, model_of, step
-from tests.support.layer_classes import results as results_of
 
 pytestmark = pytest.mark.usefixtures("fresh")
 OF_HEADS = [(B, S, HEADS, WIDTH), (B, S, KEYS, WIDTH)]
@@ -36,16 +38,6 @@ OF_HEADS = [(B, S, HEADS, WIDTH), (B, S, KEYS, WIDTH)]
 def rotated(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shapes of what `apply_rope` and its backward serve in plain eager code."""
     return spied(monkeypatch, RotatedFunctions, "rotate", lambda _, x, *__: tuple(x.shape))
-
-
-def turns(columns: int = WIDTH, batch: int = 1, dtype: torch.dtype = torch.float32) -> Any:
-    angles = 3 * randn(batch, S, columns // 2, seed=5)
-    angles = torch.cat((angles, angles), -1)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def results(model: Any, of_turns: Any, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    return results_of(model, of_turns, None, width=HIDDEN, dtype=dtype)
 
 
 @pytest.mark.parametrize("batch", [1, B])
@@ -270,54 +262,57 @@ def test_the_kernel_that_is_asked_for_is_that_of_the_calls(
     assert {one[-1] for one in rotated} == {WIDTH // 2}
 
 
-def test_heads_without_a_kernel_are_left_alone_on_a_gpu(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = []
+# ---- Models of transformers, with norms of heads and without -------------------------------------
 
-    def explain(_: RowServer, *given: Any, rotation: str, offset: bool) -> dict[str, Any]:
-        asked.append((*given[1:], rotation, offset))
-        return {"kernel": "some" if given[2] == "bf16" else None}
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(RowServer, "explain", explain)
-    with caplog.at_level("INFO"):
-        assert normforge.patch(PlainAttention(), fuse=True) == []
-        assert normforge.patch(PlainAttention().bfloat16(), fuse=True) == [""]
-    assert "no kernel of apply_rope serves heads of 16 columns here" in caplog.text
-    assert asked == [(16, one, one, "", False) for one in ("fp32", "bf16")]
-
-
-# ---- Models of transformers ----------------------------------------------------------------------
-
-SERVED = {
+WITH_ATTENTION = {"layer_types": ["full_attention"] * 2}
+NORMALIZED: dict[str, dict[str, Any]] = {
+    "Qwen3": {},
+    "Gemma3": {},
+    "Glm4Moe": {"use_qk_norm": True, "first_k_dense_replace": 2},  # rotates half of the columns
+    "Qwen3_5": WITH_ATTENTION,  # and these a quarter
+    "Qwen3Next": {**WITH_ATTENTION, "mlp_only_layers": [0, 1]},
+    "Olmo2": {},
+    "Olmo3": {},
+}
+"""Models whose attention is served, and what else they are made with."""
+ROTATED = {
     **dict.fromkeys(("Llama", "Mistral", "Qwen2", "Gemma2", "Granite", "SmolLM3", "Phi3"), 16),
     "Glm4": 8,  # of neighbours, and half of the columns
     "Ernie4_5": 16,  # of neighbours
 }
-"""Models whose attention is served, with the columns of a head that are rotated."""
+"""Models without norms of heads that are served, with the columns of a head that are rotated."""
+
+MORE = [pytest.param(name, marks=pytest.mark.slow) for name in ("Gemma3", "Glm4Moe")]
+"""Models of which the others cover most."""
 
 
 def small_model(name: str) -> Any:
-    return model_of(name, head_dim=16)
+    return model_of(name, head_dim=16, **NORMALIZED.get(name, {}))
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", [*NORMALIZED, *ROTATED])
 def test_models_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     of_call = lambda self, x, cos, *_: (2 * cos.shape[-1], bool(self.flags))  # noqa: E731
     rotated = spied(monkeypatch, RotatedFunctions, "rotate", of_call)
+    of_rows = lambda self, x, *_: tuple(x.shape)  # noqa: E731
+    normalized = spied(monkeypatch, RotatedFunctions, "forward", of_rows)
     model, ids = small_model(name), torch.randint(1, 32, (2, 9))
     wanted = step(model, ids)
     names = [n for n in normforge.patch(model, fuse=True) if n.endswith("self_attn")]
     assert names == [f"model.layers.{i}.self_attn" for i in range(2)]
     rotated.clear()
+    normalized.clear()
     torch.testing.assert_close(step(model, ids), wanted, rtol=1e-3, atol=1e-4)
-    assert rotated == [(SERVED[name], name in ("Glm4", "Ernie4_5"))] * 8
+    one_by_one, joined = [(2, 9, 4, 16), (2, 9, 2, 16)], [(2, 9, 1, 64), (2, 9, 1, 32)]
+    shapes = (joined if name.startswith("Olmo") else one_by_one) * 2
+    of_neighbours = name in ("Glm4", "Ernie4_5")
+    assert normalized == (shapes if name in NORMALIZED else [])
+    assert rotated == ([] if name in NORMALIZED else [(ROTATED[name], of_neighbours)] * 8)
     normforge.unpatch(model)
     assert equal_bits(step(model, ids), wanted)
 
 
-@pytest.mark.parametrize("name", ["Llama", "Glm4"])
+@pytest.mark.parametrize("name", ["Qwen3", "Gemma3", "Qwen3Next", "Olmo2", "Llama", "Glm4"])
 def test_models_of_transformers_generate_as_before(name: str) -> None:
     model, ids = small_model(name).eval(), torch.randint(1, 32, (2, 9))
     given = {"max_new_tokens": 5, "do_sample": False}
@@ -326,12 +321,13 @@ def test_models_of_transformers_generate_as_before(name: str) -> None:
     assert torch.equal(model.generate(ids, **given), wanted)
 
 
-def test_a_model_of_transformers_compiles_into_as_many_graphs() -> None:
+@pytest.mark.parametrize("name", ["Qwen3", "Olmo2", "Llama", *MORE])
+def test_models_of_transformers_compile_into_as_many_graphs(name: str) -> None:
     ids = torch.randint(1, 32, (2, 9))
 
     def graphs(fuse: bool) -> tuple[int, torch.Tensor]:
         torch._dynamo.reset()
-        counter, model = CompileCounter(), small_model("Llama")
+        counter, model = CompileCounter(), small_model(name)
         normforge.patch(model, fuse=fuse)
         compiled = torch.compile(model, backend=counter, fullgraph=True)
         loss = compiled(ids, labels=ids, use_cache=False).loss

@@ -10,9 +10,24 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.support.entry_points import randn
 from tests.support.foreign_norms import OffsetRMSNorm, PlainRMSNorm
+from tests.support.layer_classes import S
+from tests.support.layer_classes import results as results_of
 
 HEADS, KEYS, WIDTH, HIDDEN = 4, 2, 16, 24
+
+
+def turns(columns: int = WIDTH, batch: int = 1, dtype: torch.dtype = torch.float32) -> Any:
+    """Return cos and sin of S tokens."""
+    angles = 3 * randn(batch, S, columns // 2, seed=5)
+    angles = torch.cat((angles, angles), -1)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def results(model: Any, of_turns: Any) -> list[torch.Tensor]:
+    """Return the result of attention and its gradients."""
+    return results_of(model, of_turns, None, width=HIDDEN)
 
 
 def rotate_half(x: torch.Tensor) -> torch.Tensor:
