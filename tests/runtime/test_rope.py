@@ -25,64 +25,42 @@ from tests.support.library_functions import (
     B,
     Kernels,
     check_rounded_once,
+    drawn,
     gradients,
     repeated,
-    rotate_half,
+    rotated_norm,
     turns,
 )
 
+check = torch.testing.assert_close
 S, D = 5, HEAD
 INTERLEAVED = "*/rope+interleaved"
 
 
-def drawn(*shape: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
-    """x, and a weight."""
-    torch.manual_seed(sum(shape))
-    made = [torch.randn(*shape, dtype=dtype), torch.rand(D, dtype=dtype) + 0.5]
-    return [one.requires_grad_() for one in made]
-
-
-def written_out(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    eps: float = EPS,
-    interleaved: bool = False,
-    offset: float = 0.0,
-) -> torch.Tensor:
-    n = functional.rms_norm(x, x.shape[-1:], weight + offset, eps)
-    n, rest = n[..., : cos.shape[-1]], n[..., cos.shape[-1] :]
-    if interleaved:  # torchtitan's complex form
-        half = cos.shape[-1] // 2
-        turns = torch.complex(cos[..., :half], sin[..., :half]).unsqueeze(-2)
-        turned = torch.view_as_complex(n.unflatten(-1, (half, 2)).contiguous()) * turns
-        return torch.cat((torch.view_as_real(turned).flatten(-2), rest), -1)
-    return torch.cat((n * cos.unsqueeze(-2) + rotate_half(n) * sin.unsqueeze(-2), rest), -1)
-
-
-def check(found: Any, wanted: Any) -> None:
-    torch.testing.assert_close(found, wanted)
-
-
 @pytest.mark.parametrize("shape", repeated(B, S))
 @pytest.mark.parametrize("half", [False, True])
-@pytest.mark.parametrize("columns", [D, D // 2, 2])
+@pytest.mark.parametrize(("columns", "heads"), [(D, None), (D // 2, None), (2, None), (D, 3)])
 @pytest.mark.parametrize(("interleaved", "offset"), [(False, 0.0), (True, 0.0), (False, 1.5)])
 def test_results_and_gradients_are_those_of_the_definition(
-    shape: tuple[int, ...], half: bool, columns: int, interleaved: bool, offset: float
+    shape: tuple[int, ...],
+    half: bool,
+    columns: int,
+    heads: int | None,
+    interleaved: bool,
+    offset: float,
 ) -> None:
-    given, (cos, sin) = drawn(B, S, 3, D), turns(*shape, columns=columns)
+    given = drawn(B, S, 3, D) if heads is None else drawn(B, S, heads * D)
+    cos, sin = turns(*shape, columns=columns)
     seen = [one[..., : columns // 2] if half else one for one in (cos, sin)]
 
     def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         rotary_dim = None if columns == D else columns
-        return rms_norm_rope(x, weight, *seen, EPS, rotary_dim, interleaved, offset)
+        return rms_norm_rope(x, weight, *seen, EPS, rotary_dim, interleaved, offset, heads=heads)
 
     def wanted(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return written_out(x, weight, cos, sin, EPS, interleaved, offset)
+        return rotated_norm(x, weight, cos, sin, EPS, interleaved, offset, heads)
 
-    torch.testing.assert_close(norm(*given), wanted(*given))
+    check(norm(*given), wanted(*given))
     check(gradients(norm, given), gradients(wanted, given))
 
 
@@ -104,7 +82,7 @@ def test_a_packed_projection_is_split_where_it_lies(
         every = qkv.view(B, S, -1, D)
         q, k, v = every[..., :4, :], every[..., 4:6, :], every[..., 6:, :]
         rest = (cos, sin, EPS, interleaved, offset)
-        return written_out(q, q_weight, *rest), written_out(k, k_weight, *rest), v
+        return rotated_norm(q, q_weight, *rest), rotated_norm(k, k_weight, *rest), v
 
     found = qk_norm_rope(*leaves, cos, sin, HEADS, EPS, rotary_dim, interleaved, offset)
     exact = wanted(qkv, *weights)
@@ -126,7 +104,7 @@ def test_results_are_rounded_once_and_gradients_have_the_dtypes_of_what_they_bel
     cos, sin = turns(64, dtype=of_turns)
     check_rounded_once(
         lambda *given: rms_norm_rope(*given, cos, sin, 1e-5),
-        lambda *given: written_out(*given, cos.double(), sin.double(), 1e-5),
+        lambda *given: rotated_norm(*given, cos.double(), sin.double(), 1e-5),
         [x, weight],
     )
 
@@ -141,14 +119,15 @@ def test_columns_that_are_not_rotated_have_the_bits_of_the_norm(columns: int) ->
     assert not turned[..., :columns].isfinite().any()
 
 
-def test_no_weight_stands_for_ones() -> None:
-    (x, _), of_turns = drawn(B, S, 3, D), turns(S)
-    ones = torch.ones(D, dtype=torch.float64)
-    found, wanted = rms_norm_rope(x, None, *of_turns), rms_norm_rope(x, ones, *of_turns)
+@pytest.mark.parametrize("heads", [None, 3])
+def test_no_weight_stands_for_ones(heads: int | None) -> None:
+    x, weight = drawn(B, S, 3, D) if heads is None else drawn(B, S, heads * D)
+    ones, of_turns = torch.ones_like(weight), turns(S)
+    found, wanted = (rms_norm_rope(x, one, *of_turns, heads=heads) for one in (None, ones))
     assert torch.equal(found, wanted)
     check(torch.autograd.grad(found.sum(), x), torch.autograd.grad(wanted.sum(), x))
-    found = rms_norm_rope(x, None, *of_turns, weight_offset=2.0)
-    assert torch.equal(found, rms_norm_rope(x, ones + 2, *of_turns))
+    found = rms_norm_rope(x, None, *of_turns, weight_offset=2.0, heads=heads)
+    assert torch.equal(found, rms_norm_rope(x, ones + 2, *of_turns, heads=heads))
 
 
 def test_it_is_what_the_attention_of_transformers_computes() -> None:
@@ -314,8 +293,8 @@ def test_kernels_serve_both_directions_of_heads_where_they_lie(
     (q.sum() + k.sum()).backward()
     heads = qkv.view(B, S, -1, D)
     rest = (cos, sin, 1e-6, interleaved, offset)
-    wanted_q = written_out(heads[..., :4, :], weights[0], *rest)
-    wanted_k = written_out(heads[..., 4:6, :], weights[1], *rest)
+    wanted_q = rotated_norm(heads[..., :4, :], weights[0], *rest)
+    wanted_k = rotated_norm(heads[..., 4:6, :], weights[1], *rest)
     check((q, k), (wanted_q, wanted_k))
     leaves = [qkv, *weights]
     exact = torch.autograd.grad(wanted_q.sum() + wanted_k.sum(), leaves)

@@ -23,32 +23,17 @@ from tests.support.library_functions import (
     check_rounded_once,
     gradients,
     repeated,
-    rotate_half,
+    rotated,
     turns,
 )
 
+check = torch.testing.assert_close
 S, D = 5, HEAD
 
 
 def heads(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     torch.manual_seed(sum(shape))
     return torch.randn(*shape, dtype=dtype).requires_grad_()
-
-
-def written_out(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False
-) -> torch.Tensor:
-    n, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-    if interleaved:  # torchtitan's complex form
-        half = cos.shape[-1] // 2
-        of_pairs = torch.complex(cos[..., :half], sin[..., :half]).unsqueeze(-2)
-        turned = torch.view_as_complex(n.unflatten(-1, (half, 2)).contiguous()) * of_pairs
-        return torch.cat((torch.view_as_real(turned).flatten(-2), rest), -1)
-    return torch.cat((n * cos.unsqueeze(-2) + rotate_half(n) * sin.unsqueeze(-2), rest), -1)
-
-
-def check(found: Any, wanted: Any) -> None:
-    torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize("shape", repeated(B, S))
@@ -66,7 +51,7 @@ def test_results_and_gradients_are_those_of_the_definition(
         return apply_rope(x, *seen, rotary_dim, interleaved)
 
     def wanted(x: torch.Tensor) -> torch.Tensor:
-        return written_out(x, cos, sin, interleaved)
+        return rotated(x, cos, sin, interleaved)
 
     check(run(x), wanted(x))
     check(gradients(run, [x]), gradients(wanted, [x]))
@@ -79,7 +64,7 @@ def test_results_and_gradients_are_rounded_once(dtype: torch.dtype, of_turns: to
     cos, sin = turns(64, dtype=of_turns)
     check_rounded_once(
         lambda x: apply_rope(x, cos, sin),
-        lambda x: written_out(x, cos.double(), sin.double()),
+        lambda x: rotated(x, cos.double(), sin.double()),
         [x],
     )
 
@@ -132,7 +117,7 @@ def test_heads_are_read_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     for x in (packed, turned):
         with torch.no_grad():
             y = functions.apply_rope(x, cos, sin)
-        check(y, written_out(x, cos, sin).detach())
+        check(y, rotated(x, cos, sin).detach())
         assert seen[-1][1]["x"].data_ptr() == x.data_ptr()
         assert y.is_contiguous()
     SERVED.known.pop("of a rotary test")

@@ -1,5 +1,5 @@
 """The functions of the library whose gradients have kernels of their own, each as a function of
-leaves."""
+leaves; and rotated norms as code of models has them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from normforge import apply_rope, qk_norm_rope, rms_norm_gated, rms_norm_quantized, rms_norm_rope
 from normforge.frontends import gated_node, quantized_node, rope_node, rotary_node
@@ -181,10 +182,46 @@ class Kernels:
         return self._server(tensors, *offset, **how)
 
 
+def drawn(*shape: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    """Return x, and a weight for its rows."""
+    torch.manual_seed(sum(shape))
+    made = [torch.randn(*shape, dtype=dtype), torch.rand(shape[-1], dtype=dtype) + 0.5]
+    return [one.requires_grad_() for one in made]
+
+
 def rotate_half(x: torch.Tensor) -> torch.Tensor:
     """Return the columns of each pair as code of models has them."""
     first, second = x.chunk(2, -1)
     return torch.cat((-second, first), -1)
+
+
+def rotated(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False
+) -> torch.Tensor:
+    """Return heads whose first columns are rotated, as code of models has it."""
+    n, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    if interleaved:  # torchtitan's complex form
+        half = cos.shape[-1] // 2
+        of_pairs = torch.complex(cos[..., :half], sin[..., :half]).unsqueeze(-2)
+        turned = torch.view_as_complex(n.unflatten(-1, (half, 2)).contiguous()) * of_pairs
+        return torch.cat((torch.view_as_real(turned).flatten(-2), rest), -1)
+    return torch.cat((n * cos.unsqueeze(-2) + rotate_half(n) * sin.unsqueeze(-2), rest), -1)
+
+
+def rotated_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    eps: float = EPS,
+    interleaved: bool = False,
+    offset: float = 0.0,
+    heads: int | None = None,
+) -> torch.Tensor:
+    """Return the norm with the rotation behind it. heads: how many a row has, as in OLMo."""
+    n = functional.rms_norm(x, x.shape[-1:], weight + offset, eps)
+    n = n if heads is None else n.unflatten(-1, (heads, -1))
+    return rotated(n, cos, sin, interleaved).reshape(x.shape)
 
 
 def repeated(batch: int, tokens: int) -> list[tuple[int, ...]]:
