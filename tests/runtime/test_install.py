@@ -18,13 +18,12 @@ from normforge.api import Package
 from normforge.frontends.install import RMS_NORM, Installation
 from normforge.serve.warn_once import WarnOnce
 from tests.support.entry_points import (
-    UNINSTALLS,
+    check_that_backwards_end_as_they_began,
     grads,
     leaf,
     randn,
     routing_on_cpu,
     same,
-    uninstall_while_it_waits,
     write_package,
 )
 from tests.support.native import in_threads
@@ -145,22 +144,7 @@ def test_backward_under_way_ends_as_it_began_when_another_thread_uninstalls(
     aten: list[str],
 ) -> None:
     """PyTorch has found the kernel and waits for the interpreter meanwhile."""
-    x, weight, rstd = randn(4, 16), randn(16), torch.ones(4, 1)
-    entry_point = Installation(lambda *_: None, lambda *_: (x, weight), "CPU")
-    another = Installation(lambda *_: None, lambda *_: (-x, weight), "CPU")
-    backward = torch.ops.aten._fused_rms_norm_backward.default
-    found: list[Any] = []
-
-    def work() -> None:
-        try:
-            found.append(backward(x, x, [16], rstd, weight, [True, True]))
-        except RuntimeError as error:
-            found.append(error)
-
-    uninstall_while_it_waits(entry_point, another, work)
-    assert all(same(one, (x, weight)) for one in found) and len(found) == UNINSTALLS
-    work()
-    assert not same(found[-1], (x, weight)) and aten == ["backward"]
+    check_that_backwards_end_as_they_began(aten)
 
 
 def test_native_kernel_comes_and_goes_with_the_installation(aten: list[str]) -> None:

@@ -18,15 +18,12 @@ from normforge.frontends.install import Installation
 from normforge.native import native
 from normforge.spec import KernelSpec
 from tests.support.entry_points import (
-    UNINSTALLS,
     Training,
     aten_on_cpu,
+    check_that_backwards_end_as_they_began,
     equal_bits,
-    randn,
     routing_on_cpu,
-    same,
     spied,
-    uninstall_while_it_waits,
     write_layer_norm_package,
     write_package,
 )
@@ -349,25 +346,7 @@ def test_backward_under_way_ends_as_it_began_when_another_thread_uninstalls(
     make: Any, aten: list[str]
 ) -> None:
     """It is in the kernel in C++, and waits for the interpreter to go on in Python."""
-    x, weight, rstd = randn(4, 16), randn(16), torch.ones(4, 1)
-    take = make()._native.take
-    entry_point = Installation(lambda *_: None, lambda *_: (x, weight), "CPU")
-    another = Installation(lambda *_: None, lambda *_: (-x, weight), "CPU")
-    backward = torch.ops.aten._fused_rms_norm_backward.default
-    found: list[Any] = []
-
-    def work() -> None:
-        try:
-            found.append(backward(x, x, [16], rstd, weight, [True, True]))
-        except RuntimeError as error:
-            found.append(error)
-
-    for one in (entry_point, another):
-        one.use_native(take)
-    uninstall_while_it_waits(entry_point, another, work)
-    assert all(same(one, (x, weight)) for one in found) and len(found) == UNINSTALLS
-    work()
-    assert not same(found[-1], (x, weight)) and aten == ["backward"]
+    check_that_backwards_end_as_they_began(aten, make()._native.take)
 
 
 def test_threads_may_train_install_and_uninstall(make: Any, machine: Machine, by_aten: Any) -> None:

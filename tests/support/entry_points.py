@@ -312,14 +312,26 @@ def spied(
     return seen
 
 
-UNINSTALLS = 5
+def check_that_backwards_end_as_they_began(aten: list[str], take: Any = None) -> None:
+    """Assert that a backward which is about to run the kernel of an Installation runs it though
+    another thread uninstalls that. aten: the calls that PyTorch's operators get; take: what the
+    native path is registered by."""
+    x, weight, rstd = randn(4, 16), randn(16), torch.ones(4, 1)
+    one = Installation(lambda *_: None, lambda *_: (x, weight), "CPU")
+    another = Installation(lambda *_: None, lambda *_: (-x, weight), "CPU")
+    backward = torch.ops.aten._fused_rms_norm_backward.default
+    times, interval, found = 5, sys.getswitchinterval(), list[Any]()
 
+    def work() -> None:
+        try:
+            found.append(backward(x, x, [16], rstd, weight, [True, True]))
+        except RuntimeError as error:
+            found.append(error)
 
-def uninstall_while_it_waits(one: Any, another: Any, work: Callable[[], None]) -> None:
-    """Uninstall `one`, an Installation, while `work` in another thread is about to run its kernel;
-    UNINSTALLS times."""
-    interval = sys.getswitchinterval()
-    for _ in range(UNINSTALLS):
+    if take is not None:
+        for each in (one, another):
+            each.use_native(take)
+    for _ in range(times):
         one.install()
         thread = threading.Thread(target=work)
         sys.setswitchinterval(100)  # a running thread goes on until it waits
@@ -334,6 +346,9 @@ def uninstall_while_it_waits(one: Any, another: Any, work: Callable[[], None]) -
             sys.setswitchinterval(interval)
         thread.join()
         another.uninstall()
+    assert all(same(each, (x, weight)) for each in found) and len(found) == times
+    work()
+    assert not same(found[-1], (x, weight)) and aten == ["backward"]
 
 
 class Swallowed(torch.autograd.Function):
