@@ -44,6 +44,30 @@ def layers_with_sums_h100() -> str:
     return _by_way(read("layers_with_sums_h100")["layers"])
 
 
+def layers_on_ranks() -> str:
+    """Milliseconds of those kernels, and of a step, on one H200 and on two that share a layer."""
+    kinds = {
+        "one GPU": "layers_one_rank_h200",
+        "two": "layers_two_ranks_h200",
+        "two, tokens split": "layers_two_ranks_sequence_h200",
+    }
+    found = {kind: read(name)["layers"] for kind, name in kinds.items()}
+    models = list(found["one GPU"])
+    header = [f"{TITLES[model]}, {kind}" for model in models for kind in kinds]
+    lines = [
+        [
+            WAYS[way].title,
+            *(
+                f"{(cell := found[kind][model][way])['others_ms']:.2f} ({cell['step_ms']:.2f})"
+                for model in models
+                for kind in kinds
+            ),
+        ]
+        for way in found["one GPU"][models[0]]
+    ]
+    return table(["ms per step", *header], lines)
+
+
 def _by_way(found: dict[str, Any], before: dict[str, Any] | None = None, every: bool = True) -> str:
     """Tabulate models by ways. every: without ways in which a model was not measured."""
 
@@ -173,6 +197,7 @@ LAYERS_BLOCKS: dict[str, Callable[[], str]] = {
     "layers_more": layers_more,
     "layers_autotuned": layers_autotuned,
     "layers_fp8": layers_fp8,
+    "layers_on_ranks": layers_on_ranks,
     "layers_with_sums_h100": layers_with_sums_h100,
     "fewer_instructions": fewer_instructions,
     "in_two_formats": in_two_formats,

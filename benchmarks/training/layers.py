@@ -13,7 +13,7 @@ prints milliseconds of all kernels of a step and of those beside products and at
 latter by name, and the milliseconds of a step on the GPU's clock. --fp8 lets linear layers multiply
 in FP8, in blocks of 128 columns. --ranks splits the products of a layer over as many GPUs, by
 tensor parallelism; --sequence then splits the tokens beside them. Communication does not count as
-"beside products". --out keeps all of it in a file. Needs transformers and a GPU.
+"beside products". --native launches plain calls from C++. --out keeps all of it in a file. Needs transformers and a GPU.
 """
 
 from __future__ import annotations
@@ -175,6 +175,7 @@ class Case:
     fp8: bool = False
     ranks: int = 1
     sequence: bool = False
+    native: bool = False
 
 
 Found = dict[str, tuple[list[Kernels], list[float]]]
@@ -184,6 +185,10 @@ Found = dict[str, tuple[list[Kernels], list[float]]]
 def measure(case: Case, mesh: Any = None) -> Found:
     """Measure steps of a case, `rounds` or a few more of each kind under each way, which take turns
     in a balanced order. mesh: the ranks, of which this process is one."""
+    if case.native:
+        import normforge
+
+        normforge.use_native()
     torch.manual_seed(0)
     layer = Layer(case.model, case.length, MODELS[case.model], "cuda")
     if case.fp8:
@@ -221,6 +226,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--fp8", action="store_true", help="multiply in FP8")
     parser.add_argument("--ranks", type=int, default=1, help="GPUs that a layer is split over")
     parser.add_argument("--sequence", action="store_true", help="split the tokens, too")
+    parser.add_argument("--native", action="store_true", help="use_native()")
     parser.add_argument("--out", **OPTIONS["out"])
     args = parser.parse_args(argv)
     models, ways = args.models.split(","), args.ways.split(",")
@@ -231,7 +237,7 @@ def main(argv: list[str] | None = None) -> int:
     if torch.cuda.device_count() < args.ranks:
         parser.error(f"this needs {args.ranks} GPUs" if args.ranks > 1 else "this needs a GPU")
     layers: dict[str, dict[str, Any]] = {}
-    how = {"fp8": args.fp8, "ranks": args.ranks, "sequence": args.sequence}
+    how = {name: getattr(args, name) for name in ("fp8", "ranks", "sequence", "native")}
     facts = {**environment(args.length), **how} if args.out else {}
     document = {"environment": facts, "layers": layers} if args.out else None
     for model in models:

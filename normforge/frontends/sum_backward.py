@@ -88,6 +88,7 @@ class SumBackward:
         known = server.again(given, offset) if self.may_serve(x) else None
         if known is not None:
             return known
+        _check_gradients(gradients, x)
         check_tensors(server.operation, given)
         server.count_call(x, given, offset)
         if not self.may_serve(x):
@@ -115,17 +116,18 @@ def _backward_of_sum(
 ) -> tuple[torch.Tensor, ...]:
     operators = Operators.served.known.get(package) or Operators.served(package)
     gradients = (dy, dy2) if dy3 is None else (dy, dy2, dy3)
-    _check_gradients(gradients, x)
     served: SumBackward | None = operators.sum_backward
     tensors = {"x": x, "rstd": rstd, "weight": weight, "dresidual": dresidual}
     found = served and served.by_kernel(gradients, tensors, offset)
     if found:
-        return found["dx"], found["dw"], found.get("dresidual_out", nothing_like(x))
+        third = found.get("dresidual_out")
+        return found["dx"], found["dw"], nothing_like(x) if third is None else third
+    _check_gradients(gradients, x)
     given = Arguments(reduce(add, gradients), x, rstd, weight, dresidual)
-    dx, dw, *third = operators._backward(given, Options(offset))
+    dx, dw, *more = operators._backward(given, Options(offset))
     assert dx is not None and dw is not None
     narrow = dresidual is None or dresidual.dtype == x.dtype
-    return dx, dw, nothing_like(x) if narrow or third[0] is None else third[0]
+    return dx, dw, nothing_like(x) if narrow or more[0] is None else more[0]
 
 
 def _check_gradients(gradients: Sequence[torch.Tensor], x: torch.Tensor) -> None:
