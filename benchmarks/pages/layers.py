@@ -68,6 +68,31 @@ def layers_on_ranks() -> str:
     return table(["ms per step", *header], lines)
 
 
+def layers_native() -> str:
+    """Milliseconds of steps of a layer that two GPUs share, with calls launched from C++."""
+    (found,) = read("layers_two_ranks_native_h200")["layers"].values()
+    plain, *ours = ((WAYS[way].title, cell["step_ms"]) for way, cell in found.items())
+    said = "; ".join(f"{ms:.2f} ms by {title}" for title, ms in ours)
+    return paragraph(
+        "With [`use_native()`](adopting.md#use_native), which launches norms and their backwards"
+        f" from C++, a step of Qwen's layer on two GPUs took {said}; and {plain[1]:.2f} ms by plain"
+        f" {plain[0]} (`--native`, `layers_two_ranks_native_h200.json`)."
+    )
+
+
+def host_of_rows() -> str:
+    """Microseconds on the host of one call of the other operations, and of what else computes
+    them."""
+    ways = {"ours": "Normforge", "triton": "one plain Triton kernel"}
+    ways |= {"inductor": "Inductor", "eager": "eager PyTorch"}
+    lines = []
+    for row in read("host_rows_h200")["rows"]:
+        cells = [row["cells"].get(way, {}).get("host_us") for way in ways]
+        times = ("" if us is None else f"{us:.0f}" for us in cells)
+        lines.append((f"`{row['shape'].partition(':')[0]}`", *times))
+    return table(["operation", *ways.values()], lines)
+
+
 def _by_way(found: dict[str, Any], before: dict[str, Any] | None = None, every: bool = True) -> str:
     """Tabulate models by ways. every: without ways in which a model was not measured."""
 
@@ -198,6 +223,8 @@ LAYERS_BLOCKS: dict[str, Callable[[], str]] = {
     "layers_autotuned": layers_autotuned,
     "layers_fp8": layers_fp8,
     "layers_on_ranks": layers_on_ranks,
+    "layers_native": layers_native,
+    "host_of_rows": host_of_rows,
     "layers_with_sums_h100": layers_with_sums_h100,
     "fewer_instructions": fewer_instructions,
     "in_two_formats": in_two_formats,

@@ -13,7 +13,8 @@ prints milliseconds of all kernels of a step and of those beside products and at
 latter by name, and the milliseconds of a step on the GPU's clock. --fp8 lets linear layers multiply
 in FP8, in blocks of 128 columns. --ranks splits the products of a layer over as many GPUs, by
 tensor parallelism; --sequence then splits the tokens beside them. Communication does not count as
-"beside products". --native launches plain calls from C++. --out keeps all of it in a file. Needs transformers and a GPU.
+"beside products". --native launches plain calls from C++. --out keeps all of it in a file. Needs
+transformers and a GPU.
 """
 
 from __future__ import annotations
