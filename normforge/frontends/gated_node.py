@@ -13,11 +13,10 @@ from torch.compiler import is_dynamo_compiling
 from ..operations import GATED_BACKWARDS
 from ..operations.formula import evaluate, wide_dtype
 from ..operations.gated_rmsnorm_backward import gated_rmsnorm
-from ..torch_internals import is_batched, is_plain, transforms_active, watched
 from . import traced_nodes
 from .gradients import autograd_of, below_autograd
 from .library import Served, define, differentiate
-from .row_nodes import applied, is_ours, like_first
+from .row_nodes import applied, is_differentiated, is_ours, is_seen, like_first
 
 Gradients = tuple[torch.Tensor, torch.Tensor, "torch.Tensor | None"]
 """dx, dz, and dw where there is a weight."""
@@ -116,7 +115,7 @@ def gradients_by_formula(dy: Any, x: Any, z: Any, weight: Any, eps: float, kind:
 
 def _forward(x: Any, z: Any, weight: Any, eps: float, kind: Any, package: str) -> torch.Tensor:
     """Return y without gradients, of tensors that `is_ours` has seen."""
-    if is_dynamo_compiling() or watched() or not all(map(is_plain, (x, z, weight))):
+    if is_seen(x, z, weight):
         return formula(x, z, weight, eps, kind)
     return SERVED(package).forward(x, z, weight, eps, kind)
 
@@ -138,11 +137,9 @@ class GatedNode(torch.autograd.Function):
 def _gradients(ctx: Any, dy: torch.Tensor) -> tuple[Any, Any, Any]:
     x, z, weight = ctx.saved_tensors
     given = (dy, x, z, weight, ctx.eps)
-    if not is_dynamo_compiling() and (
-        torch.is_grad_enabled() or transforms_active() or is_batched(dy)
-    ):
+    if is_differentiated(dy):
         dx, dz, dw = gradients_by_formula(*given, ctx.kind)
-    elif is_dynamo_compiling() or watched() or not is_plain(dy):
+    elif is_seen(dy):
         dx, dz, dw = rms_norm_gated_backward(*given, *ctx.kind, ctx.package)
     else:
         dx, dz, dw = SERVED(ctx.package).backward(*given, ctx.kind)

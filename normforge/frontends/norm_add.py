@@ -23,13 +23,12 @@ from ..torch_internals import (
     served_dtype,
     tracing,
     transforms_active,
-    watched,
 )
 from .dtensor import is_dtensor
 from .graph_values import same_size
 from .nodes import EagerNormAndAdd
 from .row_functions import ForwardKernels, ForwardPackage, asked_of, has_kernel
-from .row_nodes import applied
+from .row_nodes import applied, is_seen
 from .unfused import norm_then_add
 
 _FP32_EPS = torch.finfo(torch.float32).eps
@@ -135,7 +134,7 @@ def norm_and_add(
     if served is None or bias is not None or not _is_ours(x, weight, add):
         return add + norm.rms_norm(x, weight, eps, bias=bias, weight_offset=offset)
     eps, weight = float_of(eps), served_dtype(weight, x)
-    if is_dynamo_compiling() or watched() or not is_plain(x):
+    if is_seen(x):
         operators = norm.operators
         return operators.rms_norm_and_add(x, add, weight, eps, offset, operators.package)[0]
     if not served.may_serve(x):

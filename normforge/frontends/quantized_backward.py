@@ -7,15 +7,14 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch.compiler import is_dynamo_compiling
 
 from ..operations import BACKWARD_FORMATS
 from ..operations.formula import evaluate, quantized_like
 from ..serve.row_checks import check_tensors
-from ..torch_internals import is_plain, nothing_like, watched
+from ..torch_internals import nothing_like
 from .library import define
 from .quantized_node import SERVED, numbers_of
-from .row_nodes import is_ours
+from .row_nodes import is_ours, is_seen
 
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """dx, dx8, its scales, dw without elements where there is no weight, and dx in the residual's
@@ -104,7 +103,7 @@ def quantized_backward(given: Mapping[str, Any], call: BackwardCall, package: st
         if not is_ours(*tensors):
             return _formula(given, call)
         found: Results
-        if is_dynamo_compiling() or watched() or not all(map(is_plain, tensors)):
+        if is_seen(*tensors):
             found = rms_norm_backward_quantized(*tensors, *call, package)
         else:
             found = SERVED(package).backward_quantized(given, call)

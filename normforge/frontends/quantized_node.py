@@ -10,11 +10,10 @@ from torch.compiler import is_dynamo_compiling
 
 from ..operations import FORMATS, RowOperation
 from ..operations.formula import evaluate, quantized_like, wide_dtype
-from ..torch_internals import is_batched, is_plain, transforms_active, watched
 from .differentiable import differentiable_backward
 from .gradients import autograd_of, below_autograd
 from .library import Served, define, differentiate
-from .row_nodes import applied, is_ours
+from .row_nodes import applied, is_differentiated, is_ours, is_seen
 
 Results = tuple[torch.Tensor, ...]
 """y8, its scales, rstd, and y, without elements where a call does not keep it; with a residual also
@@ -152,9 +151,9 @@ def formula(x: Any, weight: Any, call: Call, residual: Any = None) -> Results:
 
 def _forward(x: Any, residual: Any, weight: Any, call: Call, package: str) -> Results:
     """Compute a call without gradients, of tensors that `is_ours` has seen."""
-    if not watched() and all(map(is_plain, (x, residual, weight))):
-        return SERVED(package).forward(x, weight, call, residual)
-    return _by_operator(x, residual, weight, call, package)
+    if is_seen(x, residual, weight):
+        return _by_operator(x, residual, weight, call, package)
+    return SERVED(package).forward(x, weight, call, residual)
 
 
 def _by_operator(x: Any, residual: Any, weight: Any, call: Call, package: str) -> Results:
@@ -232,15 +231,10 @@ def _gradients(ctx: Any, given: Any, needs: Any, dtotal: Any) -> Gradients:
     another way."""
     dy, x, weight, rstd = given
     need_dx, need_dw = needs
-    if not is_dynamo_compiling() and (
-        torch.is_grad_enabled()
-        or transforms_active()
-        or is_batched(dy)
-        or (dtotal is not None and is_batched(dtotal))
-    ):
+    if is_differentiated(dy, dtotal):
         return differentiable_backward(dy, x, weight, ctx.eps, ctx.offset, dtotal, *needs)
     call = (dy, x, weight, rstd, ctx.eps, ctx.offset, need_dx, need_dw)
-    if not (is_dynamo_compiling() or watched()) and is_plain(dy) and is_plain(dtotal):
+    if not is_seen(dy, dtotal):
         return SERVED(ctx.package).backward(*call, dtotal)
     dx, dw = rms_norm_quantized_backward(*call, ctx.package)
     return dx if dtotal is None or not need_dx else dx + dtotal, dw

@@ -12,10 +12,9 @@ from torch.compiler import is_dynamo_compiling
 from ..operations import RMSNORM_ROPE_BACKWARD
 from ..operations.formula import evaluate, wide_dtype
 from ..operations.rmsnorm_rope import rmsnorm_rope
-from ..torch_internals import is_batched, is_plain, transforms_active, watched
 from .gradients import autograd_of, autograd_of_backward
 from .library import Served, define, differentiate
-from .row_nodes import applied, is_ours, like_first
+from .row_nodes import applied, is_differentiated, is_ours, is_seen, like_first
 
 Gradients = tuple[torch.Tensor, "torch.Tensor | None"]
 """dx, and dw where there is a weight."""
@@ -137,7 +136,7 @@ def _forward(*given: Any) -> torch.Tensor:
     """Return y without gradients, of tensors that `is_ours` has seen."""
     *call, package = given
     y: torch.Tensor
-    if is_dynamo_compiling() or watched() or not all(map(is_plain, call)):
+    if is_seen(*call):
         y = rms_norm_rope_forward(*given)
     else:
         y = SERVED(package).forward(*call)
@@ -157,11 +156,9 @@ class RotatedNode(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         *numbers, package = ctx.rest
         given = (dy, *ctx.saved_tensors, *numbers)
-        if not is_dynamo_compiling() and (
-            torch.is_grad_enabled() or transforms_active() or is_batched(dy)
-        ):
+        if is_differentiated(dy):
             dx, dw = gradients_by_formula(*given, **flags_of(package))
-        elif is_dynamo_compiling() or watched() or not is_plain(dy):
+        elif is_seen(dy):
             dx, dw = rms_norm_rope_backward(*given, package)
         else:
             dx, dw = SERVED(package).backward(*given)

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from ..torch_internals import is_batched, is_plain, transforms_active, watched
 from . import traced_nodes
 from .library import define
 from .rope_node import SERVED, flags_of, formula, gradients_by_formula
-from .row_nodes import applied, is_ours
+from .row_nodes import applied, is_differentiated, is_ours, is_seen
 
 Packed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """q, k and v."""
@@ -87,7 +86,7 @@ def _gradients_by_formula(*given: Any) -> tuple[Any, ...]:
 def _forward(*given: Any) -> Packed:
     """Return q, k and v without gradients, of tensors that `is_ours` has seen."""
     *call, package = given
-    if is_dynamo_compiling() or watched() or not all(map(is_plain, call)):
+    if is_seen(*call):
         q, k = qk_norm_rope_forward(*given)
     else:
         q, k = SERVED(package).forward_packed(*call)
@@ -106,11 +105,9 @@ class PackedNode(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         given = (*grads, *ctx.saved_tensors, *ctx.rest)
-        if not is_dynamo_compiling() and (
-            torch.is_grad_enabled() or transforms_active() or any(map(is_batched, grads))
-        ):
+        if is_differentiated(*grads):
             dqkv, *dw = _gradients_by_formula(*given)
-        elif is_dynamo_compiling() or watched() or not all(map(is_plain, grads)):
+        elif is_seen(*grads):
             dqkv, *dw = qk_norm_rope_backward(*given)
         else:
             dqkv, *dw = SERVED(given[-1]).backward_packed(*given[:-1])

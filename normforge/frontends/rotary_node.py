@@ -11,12 +11,12 @@ from torch.compiler import is_dynamo_compiling
 
 from ..operations import ROPE
 from ..operations.formula import evaluate
-from ..torch_internals import is_batched, is_plain, transforms_active, watched
+from ..torch_internals import is_batched, is_plain, transforms_active
 from .dtensor import is_dtensor
 from .gradients import autograd_of
 from .library import define, differentiate
 from .rope_node import SERVED, flags_of, or_by_formula
-from .row_nodes import applied, is_ours, like_first
+from .row_nodes import applied, is_ours, is_seen, like_first
 
 
 def _run(*given: Any) -> Any:
@@ -41,7 +41,7 @@ def _rotated(*given: Any) -> torch.Tensor:
     """Return y without gradients, of tensors that `is_ours` has seen."""
     *call, package = given
     y: torch.Tensor
-    if is_dynamo_compiling() or watched() or not all(map(is_plain, call)):
+    if is_seen(*call):
         y = rope(*given)
     else:
         y = SERVED(package).rotate(*call)

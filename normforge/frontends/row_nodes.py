@@ -10,9 +10,11 @@ from torch.compiler import is_dynamo_compiling
 
 from ..torch_internals import (
     has_tangent,
+    is_batched,
     is_plain,
     tracing,
     transforms_active,
+    watched,
     without_inference,
 )
 
@@ -34,6 +36,22 @@ def is_ours(*given: Any) -> bool:
         return False
     plain = all(is_plain(one) or isinstance(one, FakeTensor) for one in given)
     return plain and not has_tangent(*given)
+
+
+def is_seen(*given: Any) -> bool:
+    """Return True if somebody sees the operators of a call of these tensors: a compiler, a mode, or
+    a subclass of tensors."""
+    return watched() or not all(map(is_plain, given))
+
+
+def is_differentiated(*grads: Any) -> bool:
+    """Return True if a node's backward, of these gradients, has to be PyTorch's operators: it is
+    differentiated itself, transformed or batched."""
+    return not is_dynamo_compiling() and (
+        torch.is_grad_enabled()
+        or transforms_active()
+        or any(is_batched(dy) for dy in grads if dy is not None)
+    )
 
 
 def applied(node: type[torch.autograd.Function], *given: Any) -> Any:
