@@ -16,7 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 
-from .dtensor import is_dtensor
+from .dtensor import are_whole_rows, is_dtensor
 from .graph_values import (
     add_call,
     are_alike,
@@ -130,7 +130,7 @@ def read_norm(rsqrt: Any) -> Norm | None:
     for result, weight, offset, later in read_results(x, xhat):
         run = _in_one_run(nodes | later, result)
         order = order_in_memory(value_of(result)) if run is not None else None
-        if run is not None and order is not None and _may_be_replaced(x, run):
+        if run is not None and order is not None and _may_be_replaced(x, weight, run):
             return Norm(x, weight, eps, offset, run, order)
     return None
 
@@ -182,11 +182,14 @@ def _in_one_run(nodes: set[Node], result: Node) -> list[Node] | None:
     return run[::-1]
 
 
-def _may_be_replaced(x: Node, run: list[Node]) -> bool:
+def _may_be_replaced(x: Node, weight: Node | None, run: list[Node]) -> bool:
     """Return True if the operator computes the result, and nobody sees the nodes before it."""
     rows, result = value_of(x), value_of(run[-1])
-    # The operator knows how DTensor may split it.
-    if not (type(rows) is FakeTensor or is_dtensor(rows)) or type(result) is not type(rows):
+    if type(result) is not type(rows):
+        return False
+    if type(rows) is not FakeTensor and not (
+        is_dtensor(rows) and are_whole_rows(rows, value_of(weight))
+    ):
         return False
     if not are_alike(rows, result):
         return False

@@ -17,6 +17,17 @@ def is_dtensor(given: Any) -> bool:
     return kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed.")
 
 
+def are_whole_rows(x: Any, weight: Any) -> bool:
+    """Return True for DTensors of which each rank has whole rows, and all of the weight: what
+    PyTorch's operators give of such is split like x, too."""
+    last = x.dim() - 1
+    rows = (
+        one.is_replicate() or (one.is_shard() and not one.is_shard(last)) for one in x.placements
+    )
+    whole = weight is None or all(one.is_replicate() for one in weight.placements)
+    return whole and all(rows)
+
+
 def register_sharding(*operators: Any) -> None:
     """Tell DTensor how to run operators of RMSNorm on shards; nothing before DTensor has been
     imported, and nothing for others, of which it is not told.

@@ -121,7 +121,11 @@ def _forward(x: Any, z: Any, weight: Any, eps: float, kind: Any, package: str) -
 
 
 class GatedNode(torch.autograd.Function):
-    """A call of `_forward`."""
+    """A call of `_forward`. by_formula: such a call by PyTorch's operators."""
+
+    @staticmethod
+    def by_formula(*given: Any) -> torch.Tensor:
+        return formula(*given[:-1])
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> torch.Tensor:

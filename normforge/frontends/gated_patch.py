@@ -30,6 +30,9 @@ from .tried import (
 _GATES = ("gate", "z", "g")
 """Names of the second argument of gated norms."""
 _OTHER = "it is not one weight, an eps and a forward of rows and a gate"
+_OTHER_FORMULA = (
+    "it computes something else than norm(x) * w * act(gate) and norm(x * act(gate)) * w"
+)
 _GROUPS = ("n_groups", "num_groups", "ngroups")
 _KNOWN: dict[str, Callable[[Any], tuple[Any, Any, int | None]]] = {
     "mamba_ssm.ops.triton.layernorm_gated.RMSNorm": lambda module: (
@@ -108,7 +111,7 @@ def _known_of(module: Any) -> Any:
     return _KNOWN.get(f"{owner.__module__}.{owner.__qualname__}")
 
 
-@in_both_modes(otherwise=_OTHER)
+@in_both_modes(_OTHER_FORMULA, serves=lambda found: not isinstance(found, str))
 def _found(module: Any) -> tuple[tuple[str, bool], int] | str:
     """Return the formula that a module computes, or why it is no gated norm."""
     width, eps = len(module.weight), float(eps_of(module) or 0.0)
@@ -141,7 +144,7 @@ def _found(module: Any) -> tuple[tuple[str, bool], int] | str:
                 fitting.remove(candidate)
     if fitting:
         return fitting[0]
-    return "it computes something else than norm(x) * w * act(gate) and norm(x * act(gate)) * w"
+    return _OTHER_FORMULA
 
 
 def _group_sizes(module: Any) -> tuple[int, ...]:

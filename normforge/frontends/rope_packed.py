@@ -9,8 +9,9 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from . import traced_nodes
-from .library import define
-from .rope_node import SERVED, flags_of, formula, gradients_by_formula
+from .gradients import autograd_of, autograd_of_backward, below_autograd
+from .library import define, differentiate
+from .rope_node import SERVED, flags_of, formula, gradients_by_formula, or_by_formula
 from .row_nodes import applied, is_differentiated, is_ours, is_seen
 
 Packed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -94,7 +95,9 @@ def _forward(*given: Any) -> Packed:
 
 
 class PackedNode(torch.autograd.Function):
-    """A call of `_forward`."""
+    """A call of `_forward`. by_formula: such a call by PyTorch's operators."""
+
+    by_formula = staticmethod(_by_formula)
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Packed:
@@ -113,6 +116,29 @@ class PackedNode(torch.autograd.Function):
             dqkv, *dw = SERVED(given[-1]).backward_packed(*given[:-1])
         of_q, of_k = (one if ctx.needs_input_grad[i] else None for i, one in enumerate(dw, 1))
         return dqkv, of_q, of_k, *(None,) * 7
+
+
+class OperatorPacked(torch.autograd.Function):
+    """A call of the operator of the forward, which does not return the values."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Any:
+        ctx.save_for_backward(*given[:5])
+        ctx.rest = given[5:]
+        return below_autograd(qk_norm_rope_forward, given)
+
+    @staticmethod
+    def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor) -> Any:
+        return PackedNode.backward(ctx, dq, dk, torch.zeros_like(dk))
+
+
+def _of_operator(*given: Any) -> tuple[torch.Tensor, ...]:
+    return _by_formula(*given)[:2]
+
+
+_kernel = autograd_of(qk_norm_rope_forward, _run, OperatorPacked, _of_operator)
+differentiate(qk_norm_rope_forward, or_by_formula(_kernel, _of_operator, slice(3, 5)))
+differentiate(qk_norm_rope_backward, autograd_of_backward(qk_norm_rope_backward, _run_backward))
 
 
 def packed_norms(*given: Any) -> Packed:

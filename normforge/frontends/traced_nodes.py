@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
+from ..torch_internals import has_tangent
 from .row_nodes import applied
 
 _NODES = {"gated": ("gated_node", "GatedNode"), "packed": ("rope_packed", "PackedNode")}
-"""The module of a node, and its class."""
+"""The module of a node, and its class, which has the formula of a call."""
 
 
 def __getattr__(name: str) -> Any:
@@ -26,6 +27,9 @@ def __getattr__(name: str) -> Any:
 
     @torch.compiler.allow_in_graph
     def apply(*given: Any) -> Any:
-        return applied(kind, *given)
+        # Dynamo cannot ask this, and a backend may run its graph as it is.
+        return kind.by_formula(*given) if has_tangent(*given) else applied(kind, *given)
 
+    # Graphs are pickled with the name of the function.
+    apply.__module__, apply.__name__, apply.__qualname__ = __name__, name, name
     return globals().setdefault(name, apply)

@@ -102,15 +102,20 @@ def in_other_mode(module: Any) -> Any:
 Answer = TypeVar("Answer", bound=Callable[[Any], Any])
 
 
-def in_both_modes(otherwise: Any) -> Callable[[Answer], Answer]:
+def in_both_modes(
+    otherwise: Any, serves: Callable[[Any], bool] = bool
+) -> Callable[[Answer], Answer]:
     """Decorate a function that says what a module computes: it answers `otherwise` for one that
-    computes something else while it trains, as a dropout does."""
+    computes something else while it trains, as a dropout does, and UNTRIED for one that runs in
+    one of the modes alone. serves: whether an answer lets a module be served."""
 
     def decorated(answer: Answer) -> Answer:
         @wraps(answer)
         def in_both(module: Any) -> Any:
             found = answer(module)
-            return found if not found or answer(in_other_mode(module)) == found else otherwise
+            if not serves(found) or (other := answer(in_other_mode(module))) == found:
+                return found
+            return UNTRIED if serves(other) and UNTRIED in (found, other) else otherwise
 
         return cast(Answer, in_both)
 

@@ -77,7 +77,10 @@ class RowCalls:
         """Return what serves a call that differs from one before in addresses alone, which are
         aligned alike. into: outputs that are to be written there."""
         kind, present = _kind_of(tensors, offset, into)
-        found = self._cache.find(kind, present) if kind else None
+        try:
+            found = self._cache.find(kind, present) if kind else None
+        except TypeError:  # an argument is neither a tensor nor a number, such as a list
+            return None
         return None if found is None else found.call
 
     def add(
@@ -108,8 +111,9 @@ def _kind_of(
     kind: list[Any] = [offset, *tensors, None, *into]
     present: list[torch.Tensor] = []
     for given in (*tensors.values(), *into.values()):
-        if type(given) in PLAIN_TYPES:
+        if type(given) in PLAIN_TYPES and not given.is_nested:
             present.append(given)
+            kind.append(torch.Tensor)  # in its place
         elif _is_tensor(given):
             return (), present
         else:

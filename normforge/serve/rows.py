@@ -82,7 +82,7 @@ class RowServer:
         kernel serves it."""
         if isinstance(self.source, str):
             return self.source
-        known = self.again(tensors, offset, into)
+        known = self._serve_known(tensors, offset, into)
         if known is not None:
             return known
         x = tensors[self.operation.signature.early[0].name]
@@ -94,7 +94,12 @@ class RowServer:
     ) -> dict[str, torch.Tensor] | None:
         """Serve a call like one that a kernel has served on the current device: those fit together.
         None for another, and while somebody collects, who is to hear of it first."""
-        if not self._known.any or collecting.recorder is not None:
+        return None if collecting.recorder is not None else self._serve_known(tensors, offset, into)
+
+    def _serve_known(
+        self, tensors: Tensors, offset: float, into: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor] | None:
+        if not self._known.any:
             return None
         known = self._known.find(tensors, offset, into)
         if known is None or known.device != current_device():
@@ -207,7 +212,7 @@ class RowServer:
     ) -> dict[str, torch.Tensor] | str:
         """The outputs, or why no kernel serves the call. x's device is the current one."""
         assert not isinstance(self.source, str)
-        known = self.again(tensors, offset, into)  # on this device
+        known = self._serve_known(tensors, offset, into)  # on this device
         if known is not None:
             return known
         signature, N = self.operation.signature, x.shape[-1]

@@ -78,6 +78,22 @@ for placement in (Shard(0), Shard(1), Replicate()):
         assert one == other, (placement, one, other)
         torch.testing.assert_close(numbers, wanted)
 assert replaced == [1, 1, 1], replaced
+
+# PyTorch's operators give results of these that are split in other ways than the operator's. A norm
+# may still be the operator without a weight.
+for rows, split_rows, scales, split_scales, norms in (
+    (torch.randn(2, 4, 16), Shard(2), torch.rand(32), Replicate(), 0),
+    (torch.randn(2, 4, 16), Partial("sum"), torch.rand(16), Replicate(), 0),
+    (torch.randn(2, 4, 32), Replicate(), torch.rand(16), Shard(0), 1),
+):
+    replaced.clear()
+    x, weight = (
+        DTensor.from_local(rows, mesh, [split_rows]),
+        DTensor.from_local(scales, mesh, [split_scales]),
+    )
+    y = torch.compile(norm, backend=backend, fullgraph=True)(x, weight)
+    assert y.placements == norm(x, weight).placements, (split_rows, split_scales)
+    assert replaced == [norms], (split_rows, split_scales, replaced)
 """
 
 PARTS["rows and dw"] = """

@@ -3,6 +3,7 @@ transforms. What they compute is in the files of each."""
 
 from __future__ import annotations
 
+import pickle
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from normforge.frontends import traced_nodes
 from tests.support.entry_points import equal_bits, spied
 from tests.support.library_functions import FUNCTIONS, GATED, ONE_OF_EACH, Function, gradients
 
@@ -191,6 +193,29 @@ def test_transforms_and_forward_mode_are_pytorchs_operators(
     close(slope, torch.autograd.grad(function.y(*leaves, *rest).square().sum(), leaves)[0])
     ahead, back = (norm(x + step * tangent) for step in (1e-5, -1e-5))
     close(dual, (ahead - back) / 2e-5, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@of(ONE_OF_EACH)
+def test_forward_mode_goes_through_compiled_code(function: Function, backend: str) -> None:
+    x, *others = (one.detach() for one in function.leaves())
+    rest, tangent = function.rest(), torch.randn_like(x)
+    torch.compiler.reset()
+    compiled = torch.compile(function.y, backend=backend, fullgraph=True)
+    found = []
+    for run in (compiled, function.y):
+        with forward_ad.dual_level():
+            y = run(forward_ad.make_dual(x, tangent), *others, *rest)
+            found.append(forward_ad.unpack_dual(y).tangent)
+    close(*found, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gated", "packed"])
+def test_graphs_with_a_node_can_be_pickled(name: str) -> None:
+    apply = getattr(traced_nodes, name)
+    assert pickle.loads(pickle.dumps(apply)) is apply
+    with pytest.raises(AttributeError, match="no attribute 'other'"):
+        traced_nodes.other  # noqa: B018
 
 
 @of(WHOLE)

@@ -251,7 +251,7 @@ def test_a_class_that_is_derived_with_another_forward_is_tried() -> None:
 
 LEFT: dict[str, tuple[Any, str]] = {
     "another activation": (TanhRMSNormGated, "it computes something else than norm(x) * w * act("),
-    "evaluation": (OtherInEvaluationRMSNormGated, "it is not one weight, an eps and a forward of"),
+    "evaluation": (OtherInEvaluationRMSNormGated, "it computes something else than norm(x) * w"),
     "three arguments": (ThreeRMSNormGated, "it is not one weight, an eps and a forward of rows"),
     "a bias": (BiasedRMSNormGated, "it is not one weight, an eps and a forward of rows and a gate"),
     "an error": (RefusingRMSNormGated, "it raises an error on rows in fp32 on the CPU"),

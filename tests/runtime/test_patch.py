@@ -251,6 +251,15 @@ class PlacelessRMSNorm(PlainRMSNorm):
         return super().forward(x)
 
 
+class TrainingRMSNorm(PlainRMSNorm):
+    """A norm that runs only while it trains."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            raise RuntimeError("another norm is for inference")
+        return super().forward(x)
+
+
 class InPlaceRMSNorm(PlainRMSNorm):
     """A norm for inference: nothing flows back through a tensor that is written to."""
 
@@ -285,7 +294,7 @@ def test_an_eps_that_is_a_tensor_may_change_and_is_left_alone(package: Package) 
     assert package.patch(norm) == []
 
 
-@pytest.mark.parametrize("kind", [PickyRMSNorm, PlacelessRMSNorm])
+@pytest.mark.parametrize("kind", [PickyRMSNorm, PlacelessRMSNorm, TrainingRMSNorm])
 def test_a_norm_that_cannot_be_tried_is_served_as_told(
     package: Package, kind: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

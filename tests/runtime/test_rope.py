@@ -13,6 +13,7 @@ from torch.nn import functional
 
 import normforge
 from normforge import qk_norm_rope, rms_norm_rope
+from normforge.frontends import rope_packed
 from normforge.frontends.rope import RotatedFunctions
 from normforge.frontends.rope_node import SERVED, rms_norm_rope_backward, rms_norm_rope_forward
 from normforge.frontends.rope_packed import qk_norm_rope_backward, qk_norm_rope_forward
@@ -208,6 +209,13 @@ def test_the_operators_of_a_projection_are_what_pytorch_asks_of_one() -> None:
         rest = (*HEADS, EPS, 0.5, "*/rope")
         torch.library.opcheck(qk_norm_rope_forward, (*call, *rest))
         torch.library.opcheck(qk_norm_rope_backward, (dq, dk, dv, *call, *rest))
+    call = (qkv, *weights, cos, sin, *rest)
+    torch.library.opcheck(qk_norm_rope_forward, call)
+    q, k, _ = rope_packed._by_formula(*call)
+    wanted = torch.autograd.grad((q.square().sum(), k.sum()), (qkv, *weights))
+    q, k = qk_norm_rope_forward(*call)
+    found = torch.autograd.grad((q.square().sum(), k.sum()), (qkv, *weights))
+    torch.testing.assert_close(found, wanted)
 
 
 def test_a_projection_has_one_node_whose_gradient_is_written_at_once() -> None:

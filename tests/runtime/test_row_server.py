@@ -314,7 +314,24 @@ def test_a_call_like_a_known_one_is_launched_at_once(
     monkeypatch.setattr(module, "collecting", SimpleNamespace(recorder=recorder))
     assert tuned.again(given) is None
     tuned(given)
+    check(serve(given), given)  # which was counted
     assert len(counted) == 1 and len(chosen) == 2
+
+
+def test_tensors_in_other_places_are_another_call(tuned: RowServer) -> None:
+    """The same tensors, of the same sizes, are other arguments."""
+    calls, row = type(tuned._known)(), random(N)
+    first = {"a": row, "h": 1.0, "g": row, "d": None}
+    call: Any = object()
+    calls.add(call, first, 0.0, {}, first)
+    assert calls.find(first, 0.0, {}) is call
+    for other in (
+        first | {"g": None, "d": row},
+        {"h": 1.0, "a": row, "d": None, "g": row},
+        first | {"h": [1.0]},
+        first | {"g": torch.nested.nested_tensor([row])},
+    ):
+        assert calls.find(other, 0.0, {}) is None
 
 
 def test_what_lies_elsewhere_is_not_like_a_known_call(serve: Any, chosen: list[Any]) -> None:
