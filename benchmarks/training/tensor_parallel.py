@@ -3,6 +3,7 @@ parallelism, and with sequence parallelism the tokens that norms see, too."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,7 +21,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from benchmarks.results import write_json
 from generator.disk import read_json
 
 SPLIT = ("llama", "qwen3")
@@ -70,6 +70,6 @@ def _run_rank(rank: int, count: int, device: str, folder: Path, run: Any) -> Non
     dist.init_process_group(**given, init_method=store, rank=rank, world_size=count)
     found = run(init_device_mesh(device, (count,)))
     if rank == 0:
-        write_json(folder / "found.json", found)
+        (folder / "found.json").write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()

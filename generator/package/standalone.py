@@ -30,6 +30,7 @@ INCLUDE = "include"
 _OF_ALL_PACKAGES = (
     "__init__",
     "packages",
+    "this_gpu",
     "generated",
     "rmsnorm",
     "batch_invariant",

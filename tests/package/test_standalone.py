@@ -371,5 +371,5 @@ def test_every_file_of_the_library_is_known() -> None:
     here = {str(path.relative_to(LIBRARY)) for path in LIBRARY.rglob("*.py")}
     chooses = {f"{name}.py" for name in ("__init__", "packages", "rmsnorm", "batch_invariant")}
     chooses |= {"gated.py", "gated_packages.py", "rope.py", "rope_packages.py"}
-    chooses |= {"quantized.py", "quantized_packages.py"}
+    chooses |= {"quantized.py", "quantized_packages.py", "this_gpu.py"}
     assert here - copied == chooses | {"generated.py", "layernorm.py", "torchtitan.py"}

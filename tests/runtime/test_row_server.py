@@ -319,7 +319,7 @@ def test_a_call_like_a_known_one_is_launched_at_once(
 
 
 def test_tensors_in_other_places_are_another_call(tuned: RowServer) -> None:
-    """The same tensors, of the same sizes, are other arguments."""
+    """Arguments are told apart though they are of one size."""
     calls, row = type(tuned._known)(), random(N)
     first = {"a": row, "h": 1.0, "g": row, "d": None}
     call: Any = object()
