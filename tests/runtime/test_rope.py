@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
@@ -216,6 +217,12 @@ def test_the_operators_of_a_projection_are_what_pytorch_asks_of_one() -> None:
     q, k = qk_norm_rope_forward(*call)
     found = torch.autograd.grad((q.square().sum(), k.sum()), (qkv, *weights))
     torch.testing.assert_close(found, wanted)
+    with forward_ad.dual_level():
+        dual = (forward_ad.make_dual(qkv.detach(), torch.ones_like(qkv)), *call[1:])
+        q, k, _ = rope_packed._by_formula(*dual)
+        for one, other in zip(qk_norm_rope_forward(*dual), (q, k), strict=True):
+            tangents = (forward_ad.unpack_dual(each).tangent for each in (one, other))
+            torch.testing.assert_close(*tangents)
 
 
 def test_a_projection_has_one_node_whose_gradient_is_written_at_once() -> None:
