@@ -31,8 +31,6 @@ from .routes import MARK
 from .spellings import cast_of, kind, only_user, other_factor
 
 _aten = torch.ops.aten
-_OF_DTENSORS = torch.torch_version.TorchVersion(torch.__version__) >= "2.10"
-"""PyTorch 2.9 does not compile graphs in which the operator takes the place of DTensor's own."""
 
 
 class Norm(NamedTuple):
@@ -190,7 +188,7 @@ def _may_be_replaced(x: Node, weight: Node | None, run: list[Node]) -> bool:
     if type(result) is not type(rows):
         return False
     if type(rows) is not FakeTensor and not (
-        _OF_DTENSORS and is_dtensor(rows) and are_whole_rows(rows, value_of(weight))
+        is_dtensor(rows) and are_whole_rows(rows, value_of(weight))
     ):
         return False
     if not are_alike(rows, result):

@@ -77,8 +77,7 @@ for placement in (Shard(0), Shard(1), Replicate()):
     for (one, numbers), (other, wanted) in zip(*found, strict=True):
         assert one == other, (placement, one, other)
         torch.testing.assert_close(numbers, wanted)
-served = int(torch.torch_version.TorchVersion(torch.__version__) >= "2.10")
-assert replaced == [served] * 3, replaced
+assert replaced == [1, 1, 1], replaced
 
 # PyTorch's operators give results of these that are split in other ways than the operator's. A norm
 # may still be the operator without a weight.
@@ -94,7 +93,7 @@ for rows, split_rows, scales, split_scales, norms in (
     )
     y = torch.compile(norm, backend=backend, fullgraph=True)(x, weight)
     assert y.placements == norm(x, weight).placements, (split_rows, split_scales)
-    assert replaced == [norms * served], (split_rows, split_scales, replaced)
+    assert replaced == [norms], (split_rows, split_scales, replaced)
 """
 
 PARTS["rows and dw"] = """
