@@ -67,6 +67,7 @@ def norm(x, weight):
 
 local, scale = torch.randn(2, 4, 16), torch.rand(16) + 0.5
 for placement in (Shard(0), Shard(1), Replicate()):
+    torch.compiler.reset()  # with sizes left open, PyTorch 2.9 refuses DTensors
     found = []
     for run in (torch.compile(norm, backend=backend, fullgraph=True), norm):
         x = DTensor.from_local(local, mesh, [placement]).requires_grad_()
@@ -87,6 +88,7 @@ for rows, split_rows, scales, split_scales, norms in (
     (torch.randn(2, 4, 32), Replicate(), torch.rand(16), Shard(0), 1),
 ):
     replaced.clear()
+    torch.compiler.reset()
     x, weight = (
         DTensor.from_local(rows, mesh, [split_rows]),
         DTensor.from_local(scales, mesh, [split_scales]),
