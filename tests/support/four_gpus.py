@@ -31,8 +31,6 @@ from tests.support.patience import patience
 
 RANKS, STEPS = 4, 4
 MODELS = ("qwen3", "qwen3_tensor", "qwen3_next")
-PLAN = {"colwise": ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")}
-PLAN["rowwise"] = ("o_proj", "down_proj")
 SETTINGS = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "NCCL_NVLS_ENABLE": "0",  # which adds in the switch, in an order of its own
@@ -90,13 +88,15 @@ def _train(name: str, device: str, calls: Path) -> Trained:
     from torch.distributed.tensor import init_device_mesh
 
     import normforge
+    from benchmarks.training.tensor_parallel import split
     from normforge.collected import read
 
     model, norms = _served(name, device)
     over = (2, 2) if name.endswith("tensor") else (RANKS, 1)
     mesh = init_device_mesh(device, over, mesh_dim_names=("data", "tensor"))
     if mesh["tensor"].size() > 1:
-        _split(model, mesh["tensor"])
+        for layer in model.model.layers:
+            split(layer, mesh["tensor"], sequence=False)
     for module in (*model.model.layers, model):
         fully_shard(module, mesh=mesh["data"])
     if device == "cpu":  # gloo has no average
@@ -158,19 +158,6 @@ def _served(name: str, device: str) -> tuple[Any, int]:
     for one in wanted:
         assert "by Normforge" in model.get_submodule(one).extra_repr(), one
     return model.to(device), sum(one.endswith("norm") for one in served)
-
-
-def _split(model: Any, mesh: Any) -> None:
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
-
-    styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
-    plan = {f"*.{name}": styles[kind]() for kind, names in PLAN.items() for name in names}
-    for layer in model.model.layers:
-        parallelize_module(layer, mesh, plan)
 
 
 def _sum_gradients_of_heads(model: Any, group: dist.ProcessGroup) -> None:
