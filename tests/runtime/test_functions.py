@@ -197,17 +197,21 @@ def test_transforms_and_forward_mode_are_pytorchs_operators(
 
 @of(ONE_OF_EACH)
 def test_forward_mode_goes_through_compiled_code(function: Function) -> None:
-    """A backend runs Dynamo's graph as it is: AOTAutograd takes no tangents on PyTorch 2.15."""
+    """Compiled code that a backend runs as Dynamo's graph has the tangents of eager code."""
     x, *others = (one.detach() for one in function.leaves())
     rest, tangent = function.rest(), torch.randn_like(x)
     torch.compiler.reset()
-    compiled = torch.compile(function.y, backend="eager", fullgraph=True)
-    found = []
-    for run in (compiled, function.y):
-        with forward_ad.dual_level():
-            y = run(forward_ad.make_dual(x, tangent), *others, *rest)
-            found.append(forward_ad.unpack_dual(y).tangent)
-    close(*found, rtol=1e-4, atol=1e-5)
+    sine, compiled = (
+        torch.compile(run, backend="eager", fullgraph=True) for run in (torch.sin, function.y)
+    )
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, tangent)
+        try:
+            sine(dual)
+        except torch._dynamo.exc.Unsupported:
+            pytest.skip(f"PyTorch {torch.__version__} compiles no inputs with tangents.")
+        found = [run(dual, *others, *rest) for run in (compiled, function.y)]
+        close(*(forward_ad.unpack_dual(y).tangent for y in found), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["gated", "packed"])
