@@ -60,6 +60,8 @@ class CallCache:
     def find_recent(self, tensors: tuple[Any, ...]) -> Any:
         """Return what is quick for one of the calls that are made most, None for any other. What is
         no tensor belongs to no call. Every eager norm of every step comes through here first."""
+        if getattr(tensors[0], "is_nested", False):  # see `find`
+            return None
         for same, quick in self.recent:
             if same(*tensors):
                 return quick
@@ -68,6 +70,9 @@ class CallCache:
     def find(self, kind: Hashable, tensors: Sequence[torch.Tensor]) -> KnownCall | None:
         """Return what was added for such a call. kind: says which tensors there are and all that
         counts beside them; the more it tells apart, the fewer checks are tried."""
+        if any(tensor.is_nested for tensor in tensors):
+            # Some have no strides, and PyTorch's check then ends the process instead of raising.
+            return None
         for known in self._by_key.get(_key(kind, tensors), ()):
             if known.same(*tensors):
                 if known.quick is not None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from normforge.serve import call_cache
 from normforge.serve.call_cache import _MISSES_TO_FORGET, _MOST_OF_A_KEY, CallCache
 from normforge.serve.call_cache import _MOST_RECENT as _MOST
 from normforge.serve.options import PLAIN, Arguments, Options
@@ -219,3 +220,20 @@ def test_kinds_that_one_call_serves_are_all_in_the_list(known: Backward) -> None
     known.learn(call, other)
     known.learn(call, trained)
     assert known.first(other) is known.first(trained) is call.quick
+
+
+@pytest.mark.parametrize("place", ["dy", "x"])
+def test_nested_rows_are_no_known_call(
+    known: Backward, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def same_kind(*_: torch.Tensor) -> Any:
+        """A check of the next calls. PyTorch's own ends the process at nested tensors."""
+        return lambda *others: not any(other.is_nested for other in others) or pytest.fail("seen")
+
+    monkeypatch.setattr(call_cache, "same_kind", same_kind)
+    known.learn(Call(), given(2))
+    nested = torch.nested.nested_tensor([torch.zeros(64), torch.zeros(64)])
+    call = replace(given(2), **{place: nested})
+    if place == "dy":
+        assert known.first(call) is None
+    assert known.find(kind_of(given(2), PLAIN), present(call)) is None
