@@ -1,6 +1,6 @@
 """Reads how a graph quantizes rows to FP8 in blocks of 128 columns, as DeepSeek-V3 does, in
 whatever spelling: `y / s`, `y * (1 / s)` or `y * (448 / amax)` with s = amax / 448, where amax is
-the largest magnitude of a block."""
+the largest magnitude of a block. s may be rounded up to a power of two."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from torch.fx import Node
 
 from ..operations.rmsnorm_quantized import LARGEST
 from .graph_values import has_shape, is_contiguous, same_size, value_of
-from .spellings import argument, cast_of, keeps_numbers, kind
+from .powers_of_two import POWER_OF_TWO, SCALE, Step, step_of
+from .spellings import argument, cast_of, keeps_numbers, kind, limits_of
 
 BLOCK = 128
 _MOST_FLOOR = 1e-4
 """The magnitudes below which a recipe's amax is clamped are at most so large; DeepGEMM's are."""
-_VIEWS = ("viewed", "unsqueezed", "squeezed")
+_VIEWS = ("viewed", "unsqueezed", "squeezed", "detached")
 _WIDE = (torch.float32, torch.float64)
 _WHOLE = (None, Ellipsis, slice(None))
 """Indices that take all of a dimension, or add one."""
@@ -27,11 +28,13 @@ _WHOLE = (None, Ellipsis, slice(None))
 
 class Quantization(NamedTuple):
     """Rows that are quantized: the nodes with the result, those with the scales, and all that read
-    the rows on the way there, from the rows on, in their order."""
+    the rows on the way there, from the rows on, in their order. powers: scales are powers of
+    two."""
 
     narrow: list[Node]
     scales: list[Node]
     nodes: list[Node]
+    powers: bool
 
     @property
     def keeps_rows(self) -> bool:
@@ -51,24 +54,28 @@ class Quantization(NamedTuple):
             [end for end in ends if wanted(end) and _fits(value_of(end), shape)]
             for ends, shape in zip((self.narrow, self.scales), shapes, strict=True)
         )
-        return Quantization(narrow, scales, self.nodes) if narrow else None
+        return self._replace(narrow=narrow, scales=scales) if narrow else None
 
 
 class _Rows(NamedTuple):
     """The rows, or `magnitudes` of them, or the `places` of the largest, or the rows, `scaled` by
-    their blocks, or these, `narrow`."""
+    their blocks, or these, `narrow`. powers: by powers of two."""
 
     what: str = ""
+    powers: bool = False
 
 
 class _Blocks(NamedTuple):
-    """A number for each block: factor * amax ^ power."""
+    """A number for each block: factor * amax ^ power, or, with `powers`, factor * p ^ power, where
+    p is the least power of two that is no smaller than amax / 448."""
 
     factor: float = 1.0
     power: int = 1
+    powers: bool = False
 
 
-_SCALES, _INVERSE = _Blocks(1 / LARGEST), _Blocks(LARGEST, -1)
+_SCALE, _SCALE_UP = _Blocks(1 / LARGEST), _Blocks(powers=True)
+_INVERSE, _INVERSE_UP = _Blocks(LARGEST, -1), _Blocks(power=-1, powers=True)
 
 
 def read_quantization(rows: Node) -> Quantization | None:
@@ -88,11 +95,19 @@ def read_quantization(rows: Node) -> Quantization | None:
             meaning = _meaning(node, found)
             if meaning is not None:
                 found[node] = meaning
-                waiting |= node.users.keys() if meaning != _Rows("narrow") else set()
-    narrow = [node for node, meaning in found.items() if meaning == _Rows("narrow")]
-    scales = [node for node in found if _has_scales(node, found)]
+                waiting |= node.users.keys() if _what(meaning) != "narrow" else set()
+    narrow = [node for node, meaning in found.items() if _what(meaning) == "narrow"]
+    if not narrow:
+        return None
+    powers = found[narrow[0]].powers
+    narrow = [node for node in narrow if found[node].powers == powers]
+    scales = [node for node in found if _has_scales(node, found, powers)]
     firsts = [node for node in scales if node.args[0] not in scales]
-    return Quantization(narrow, firsts, [*found]) if narrow else None
+    return Quantization(narrow, firsts, [*found], powers)
+
+
+def _what(meaning: Any) -> str:
+    return meaning.what if isinstance(meaning, _Rows) else ""
 
 
 def _fits(value: torch.Tensor, shape: tuple[Any, ...]) -> bool:
@@ -105,9 +120,9 @@ def sizes_of(value: torch.Tensor) -> list[int] | None:
     return sizes if sizes.count(-1) < 2 else None
 
 
-def _has_scales(node: Node, found: dict[Any, Any]) -> bool:
+def _has_scales(node: Node, found: dict[Any, Any], powers: bool) -> bool:
     meaning = found[node]
-    if not isinstance(meaning, _Blocks) or not _is_like(meaning, _SCALES):
+    if not isinstance(meaning, _Blocks) or not _is_like(meaning, _SCALE_UP if powers else _SCALE):
         return False
     return bool(value_of(node).dtype == torch.float32)
 
@@ -123,11 +138,15 @@ def _meaning(node: Node, found: dict[Any, Any]) -> Any:
         return source if node.args[1] == 0 else _Rows("places")
     if not isinstance(value, torch.Tensor):
         return None
+    if step := _step(node, found):
+        return step
     match kind(node):
         case "cast":
             return _cast(node, source, next(iter(found)))
         case "magnitude" if source == _Rows():
             return _Rows("magnitudes")
+        case "magnitude" if isinstance(source, _Blocks):
+            return source  # which is not negative
         case "largest" if _over_blocks(node, source):
             return _Blocks()
         case "clamped":
@@ -136,6 +155,19 @@ def _meaning(node: Node, found: dict[Any, Any]) -> Any:
             return _result(node, found)
     is_view = kind(node) in _VIEWS or _takes_all(node)
     return source if is_view and source and value.dtype == value_of(taken).dtype else None
+
+
+def _step(node: Node, found: dict[Any, Any]) -> Any:
+    """Return the number of a block that a step to a power of two makes; None for another node."""
+
+    def source(taken: Any) -> Step | None:
+        meaning = found.get(taken) if isinstance(taken, Node) else None
+        if isinstance(meaning, _Blocks) and _is_like(meaning, _SCALE):
+            return SCALE if value_of(taken).dtype == torch.float32 else None
+        return meaning if isinstance(meaning, Step) else None
+
+    made = step_of(node, source)
+    return _SCALE_UP if made == POWER_OF_TWO else made
 
 
 def _takes_all(node: Node) -> bool:
@@ -154,7 +186,7 @@ def _cast(node: Node, source: Any, rows: Node) -> Any:
         return None
     one, two = value_of(before).dtype, value_of(node).dtype
     if two == torch.float8_e4m3fn:
-        return _Rows("narrow") if source == _Rows("scaled") else None
+        return source._replace(what="narrow") if _what(source) == "scaled" else None
     if isinstance(source, _Blocks) and one == torch.float64 and two == torch.float32:
         return source
     kept = keeps_numbers(value_of(rows).dtype if source == _Blocks() else one, two)
@@ -174,15 +206,12 @@ def _over_blocks(node: Node, source: Any) -> bool:
 def _is_clamp(node: Node, source: Any) -> bool:
     """Return True for magnitudes, or scales, that are clamped to more than nothing, and for scaled
     rows that are clamped to what FP8 has."""
-    name = str(getattr(node.target, "__name__", node.target)).split(".")[0]
-    ends = {"clamp_min": ("min",), "clamp_max": ("max",)}.get(name, ("min", "max"))
-    limits = {end: argument(node, place, end) for place, end in enumerate(ends, 1)}
-    least, most = limits.get("min"), limits.get("max")
+    least, most = limits_of(node)
     if any(not isinstance(one, int | float) for one in (least, most) if one is not None):
         return False
-    if source == _Rows("scaled"):
+    if _what(source) == "scaled":
         return least in (None, -LARGEST) and most in (None, LARGEST)
-    if source != _Blocks() and source != _SCALES:
+    if source != _Blocks() and source != _SCALE:
         return False
     small = least is None or 0 <= least <= _MOST_FLOOR * source.factor
     return small and most in (None, float("inf"))
@@ -207,11 +236,14 @@ def _result(node: Node, found: dict[Any, Any]) -> Any:
         return left._replace(factor=left.factor / right)
     if not isinstance(right, _Blocks):
         return None
-    inverse = _Blocks(1 / right.factor, -right.power) if divided else right
+    inverse = right
+    if divided:
+        inverse = right._replace(factor=1 / right.factor, power=-right.power)
     if isinstance(left, int | float):
         return inverse._replace(factor=left * inverse.factor)
-    if left == _Rows() and _is_like(inverse, _INVERSE) and _are_blocks(one, other):
-        return _Rows("scaled")
+    wanted = _INVERSE_UP if inverse.powers else _INVERSE
+    if left == _Rows() and _is_like(inverse, wanted) and _are_blocks(one, other):
+        return _Rows("scaled", inverse.powers)
     return None
 
 
@@ -225,4 +257,5 @@ def _are_blocks(rows: Any, numbers: Any) -> bool:
 
 def _is_like(one: _Blocks, other: _Blocks) -> bool:
     """Return True for the same numbers but for how a constant was rounded to fp32."""
-    return one.power == other.power and isclose(one.factor, other.factor, rel_tol=1e-7)
+    alike = (one.power, one.powers) == (other.power, other.powers)
+    return alike and isclose(one.factor, other.factor, rel_tol=1e-7)

@@ -111,7 +111,7 @@ def _fold_behind_norm(norm: Node, y: Node, functions: Any) -> bool:
         return False
     serves = partial(_serves, functions, rows, value_of(weight), offset=offset != 0)
     eps = _FP32_EPS if eps is None else eps
-    call = (eps, offset, FORMAT, found.keeps_rows, True, False, functions.name)
+    call = (eps, offset, FORMAT, found.keeps_rows, True, found.powers, functions.name)
     if residual and serves(formats=STREAM_FORMATS):
         new = _call_beside(norm, add_rms_norm_quantized_forward, x, *residual, weight, *call)
     elif serves(formats=FORMATS) and (not residual or all(map(is_contiguous, (rows, *stream)))):
@@ -148,7 +148,7 @@ def _fold_behind_backward(backward: Node, dx: Node, functions: Any) -> bool:
     if not _serves(*asked, residual=residual):
         return False
     rows = (given["dy"], x, given["rstd"], weight, dresidual)
-    call = (offset, FORMAT, True, False, functions.name)
+    call = (offset, FORMAT, True, found.powers, functions.name)
     new = _call_beside(backward, rms_norm_backward_quantized, *rows, *call)
     _replace(backward, new, {0: 0, 1: 3, 2: 4}, found, (1, 2))
     return True

@@ -20,12 +20,32 @@ _SPELLINGS: dict[str, tuple[Any, ...]] = {
         "bfloat16",
         "type",
         "type_as",
+        "int",
+        "bool",
         _aten._to_copy.default,
         _aten.to.dtype,
         torch.ops.prims.convert_element_type.default,
     ),
     "square": ("square", torch.square, _aten.square.default),
     "power": ("pow", torch.pow, operator.pow, _aten.pow.Tensor_Scalar),
+    "power of two": ("exp2", torch.exp2, _aten.exp2.default),
+    "power of a number": (_aten.pow.Scalar,),
+    "logarithm": ("log2", torch.log2, _aten.log2.default),
+    "ceiling": ("ceil", torch.ceil, _aten.ceil.default),
+    "shifted right": (
+        operator.rshift,
+        torch.bitwise_right_shift,
+        _aten.__rshift__.Scalar,
+        _aten.bitwise_right_shift.Tensor_Scalar,
+    ),
+    "shifted left": (
+        operator.lshift,
+        torch.bitwise_left_shift,
+        _aten.__lshift__.Scalar,
+        _aten.bitwise_left_shift.Tensor_Scalar,
+    ),
+    "bits": (_aten.view.dtype,),
+    "masked": (operator.and_, torch.bitwise_and, _aten.bitwise_and.Scalar, _aten.__and__.Scalar),
     "mean": ("mean", torch.mean, _aten.mean.dim),
     "sum": ("add", torch.add, operator.add, _aten.add.Tensor, _aten.add.Scalar),
     "rsqrt": ("rsqrt", torch.rsqrt, _aten.rsqrt.default),
@@ -72,6 +92,7 @@ _SPELLINGS: dict[str, tuple[Any, ...]] = {
         _aten.reshape.default,
         _aten._unsafe_view.default,
     ),
+    "detached": (_aten.detach.default, _aten.alias.default),
     "complex": (torch.view_as_complex, _aten.view_as_complex.default),
     "real": (torch.view_as_real, _aten.view_as_real.default),
     "conjugate": ("conj", torch.conj, _aten._conj.default, _aten._conj_physical.default),
@@ -105,6 +126,14 @@ def kind(node: Any) -> str | None:
 def argument(node: Node, place: int, name: str, default: Any = None) -> Any:
     """Return what a call is given at a place, or by a name."""
     return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
+
+
+def limits_of(clamped: Node) -> tuple[Any, Any]:
+    """Return the least and the largest number that a node clamps to; None for what it does not."""
+    name = str(getattr(clamped.target, "__name__", clamped.target)).split(".")[0]
+    ends = {"clamp_min": ("min",), "clamp_max": ("max",)}.get(name, ("min", "max"))
+    limits = {end: argument(clamped, place, end) for place, end in enumerate(ends, 1)}
+    return limits.get("min"), limits.get("max")
 
 
 def only_user(node: Node) -> Node | None:

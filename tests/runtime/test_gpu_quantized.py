@@ -23,6 +23,7 @@ from normforge.operations import BACKWARD_FORMATS, FORMATS, QUANTIZED
 from normforge.operations.rmsnorm_quantized import quantize_1x128, quantize_mx
 from normforge.serve.kernels import Source, source_of
 from normforge.serve.reference import reference_backward
+from tests.support.recipes import up_by_bits
 from tests.support.samples import plain_variant, planted_entry
 
 pytestmark = pytest.mark.gpu
@@ -293,9 +294,10 @@ def test_dx_with_an_fp32_residual_is_quantized_as_it_is_in_fp32(
     same(run(compiled), plain)
 
 
-def recipe(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def recipe(y: torch.Tensor, powers: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     blocks = y.float().unflatten(-1, (-1, 128))
     scale = blocks.abs().amax(-1, keepdim=True).clamp_min(1e-12) / 448.0
+    scale = up_by_bits(scale) if powers else scale
     return (blocks / scale).to(torch.float8_e4m3fn).flatten(-2), scale.squeeze(-1)
 
 
@@ -337,18 +339,22 @@ def test_compiled_recipes_are_kernels_with_the_same_bits(
     norm = normforge.rms_norm if of == "operator" else lambda h, w, eps: rms_norm(h, (n,), w, eps)
     backend: Any = "inductor" if of == "operator" else normforge.inductor_backend()
 
-    def forward(h: torch.Tensor, w: torch.Tensor) -> Any:
-        return recipe(norm(h, w, EPS))
-
-    with torch.no_grad():
-        y8, scales, _, y = normforge.rms_norm_quantized(x, w, EPS, keep_y=True, via=BF16)
+    @torch.no_grad()
+    def check_forward(powers: bool) -> None:
+        y8, scales, _, y = normforge.rms_norm_quantized(
+            x, w, EPS, keep_y=True, via=BF16, power_of_two_scales=powers
+        )
         wanted = (y8, scales)
-        assert all(map(torch.equal, map(bytes_of, wanted), map(bytes_of, recipe(y))))
+        assert all(map(torch.equal, map(bytes_of, wanted), map(bytes_of, recipe(y, powers))))
+        forward = lambda h, w: recipe(norm(h, w, EPS), powers)  # noqa: E731
         run = torch.compile(forward, backend=backend, fullgraph=True)
         run(x, w)
         found, names = with_kernels(run, x, w)
-    assert [name for name in names if "rmsnorm" in name] == names and len(names) == 1
-    assert all(map(torch.equal, map(bytes_of, found), map(bytes_of, wanted)))
+        assert [name for name in names if "rmsnorm" in name] == names and len(names) == 1
+        assert all(map(torch.equal, map(bytes_of, found), map(bytes_of, wanted)))
+
+    for powers in (False, True):
+        check_forward(powers)
 
     def layer(x: Any, r: Any, w: Any, m: Any) -> Any:
         h = x + Narrow.apply(r, m)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,11 +28,13 @@ from tests.support.recipes import (
     EPS,
     LARGEST,
     NO_RECIPES,
+    POWERS,
     SPELLINGS,
     Linear,
     M,
     N,
     Pair,
+    by_bits,
     by_quotient,
     by_reciprocal,
     check_pair,
@@ -55,9 +58,10 @@ def calls(module: torch.fx.GraphModule, target: Any = rms_norm_quantized_forward
 
 def computed(module: torch.fx.GraphModule) -> list[Any]:
     """The calls of a graph but those that only view what others compute."""
-    views = (operator.getitem, ATEN.view.default, ATEN._unsafe_view.default, ATEN.squeeze.dim)
+    views = [ATEN.view.default, ATEN._unsafe_view.default, ATEN.squeeze.dim]
+    views += [ATEN.detach.default, ATEN.alias.default]  # of a tensor whose dtype is viewed
     found = [node for node in module.graph.nodes if node.op == "call_function"]
-    return [node for node in found if node.target not in views]
+    return [node for node in found if node.target not in (operator.getitem, *views)]
 
 
 def routed(package: Package, function: Any, *arguments: Any) -> torch.fx.GraphModule:
@@ -77,7 +81,8 @@ def test_norm_and_quantization_are_one_operator(
 
     module = routed(quantized, run, x, w)
     (call,) = calls(module)
-    assert call.args[2:] == (EPS, 0.0, "fp8_1x128", False, True, False, "*/quantized")
+    up = spelling in POWERS
+    assert call.args[2:] == (EPS, 0.0, "fp8_1x128", False, True, up, "*/quantized")
     assert computed(module) == [call]
     assert asked_to_quantize == [((M, N), FORMATS["fp8_1x128"].name, {"offset": False})]
     check_pair(module(x, w), run(x, w))
@@ -93,6 +98,51 @@ def test_bits_of_a_quotient_are_those_of_the_recipe(quantized: Package) -> None:
     found, wanted = routed(quantized, run, x, w)(x, w), run(x, w)
     assert torch.equal(found[0].view(torch.uint8), wanted[0].view(torch.uint8))
     torch.testing.assert_close(found[1], wanted[1], rtol=1.2e-7, atol=0)
+
+
+def test_scales_that_are_powers_of_two_are_those_of_the_recipe(quantized: Package) -> None:
+    """Bits of floats say exactly which power is the next; logarithms round."""
+    x, w = given()
+
+    def run(x: torch.Tensor, w: torch.Tensor) -> Any:
+        return by_bits(norm(x, w))
+
+    found, wanted = routed(quantized, run, x, w)(x, w), run(x, w)
+    assert torch.equal(found[0].view(torch.uint8), wanted[0].view(torch.uint8))
+    assert torch.equal(found[1], wanted[1])
+
+
+def test_exponents_of_other_blocks_are_none_of_a_scale(quantized: Package) -> None:
+    x, w = given()
+
+    def run(x: torch.Tensor, w: torch.Tensor) -> Any:
+        y = norm(x, w)
+        scale = y.float().abs().view(M, -1, 128).amax(-1) / LARGEST
+        bits = scale.view(torch.int32)
+        high, carry = bits >> 23, (bits & 0x7FFFFF).bool().int()
+        return *by_bits(y), (high.view(-1, 1) + carry.view(1, -1) << 23).view(torch.float32)
+
+    module = routed(quantized, run, x, w)
+    assert len(calls(module)) == 1
+    torch.testing.assert_close(module(x, w)[2], run(x, w)[2], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("first", [by_quotient, by_bits])
+def test_rows_are_quantized_by_one_kind_of_scale(quantized: Package, first: Any) -> None:
+    """The other kind is computed from the norm's result."""
+    x, w = given()
+    second = by_bits if first is by_quotient else by_quotient
+
+    def run(x: torch.Tensor, w: torch.Tensor) -> Any:
+        y = norm(x, w)
+        return *first(y), *second(y)
+
+    module = routed(quantized, run, x, w)
+    (call,) = calls(module)
+    assert call.args[5] is True and call.args[7] is (first is by_bits)
+    found, wanted = module(x, w), run(x, w)
+    check_pair(found[:2], wanted[:2])
+    check_pair(found[2:], wanted[2:])
 
 
 def test_others_take_the_rows_as_they_were(quantized: Package) -> None:
@@ -180,20 +230,24 @@ def test_sizes_that_tracing_does_not_know(quantized: Package) -> None:
     check_pair(module(other, w), run(other, w))
 
 
-def test_gradients_that_a_recipe_quantizes(quantized: Package, asked_to_quantize: Asked) -> None:
+@pytest.mark.parametrize("recipe", [by_quotient, by_bits])
+def test_gradients_that_a_recipe_quantizes(
+    quantized: Package, asked_to_quantize: Asked, recipe: Callable[..., Pair]
+) -> None:
     (x, w), m = given(), randn(N, N, seed=4, dtype=torch.bfloat16) / 16
     leaves = (x, x.flip(0), w, m)
-    module = route(make_fx(lambda *given: training_step(layer, *given))(*leaves), quantized.ops)
+    step = partial(training_step, partial(layer, recipe=recipe))
+    module = route(make_fx(lambda *given: step(*given))(*leaves), quantized.ops)
     (call,) = calls(module, add_rms_norm_quantized_forward)
     (backward,) = calls(module, rms_norm_backward_quantized)
     assert call.args[6] is True  # for dm
     assert backward.args[4] is not None  # the gradient of the stream
-    assert backward.args[5:] == (0.0, "fp8_1x128", True, False, "*/quantized")
+    assert backward.args[5:] == (0.0, "fp8_1x128", True, recipe is by_bits, "*/quantized")
     assert asked_to_quantize == [
         ((M, N), STREAM_FORMATS["fp8_1x128"].name, {"offset": False}),
         ((M, N), BACKWARD_FORMATS["fp8_1x128"].name, {"offset": False, "residual": "bf16"}),
     ]
-    for one, other in zip(module(*leaves), training_step(layer, *leaves), strict=True):
+    for one, other in zip(module(*leaves), step(*leaves), strict=True):
         torch.testing.assert_close(one, other, rtol=0.05, atol=0.05 * other.abs().max().item())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -50,7 +51,39 @@ def by_product(y: torch.Tensor) -> Pair:
     return torch.div(tiles, scale).to(E4M3).reshape(y.shape), scale.reshape(M, -1)
 
 
-SPELLINGS = [by_quotient, by_reciprocal, by_inverse, clamped, by_product]
+def _by_reciprocal_of(y: torch.Tensor, rounded: Callable[[torch.Tensor], torch.Tensor]) -> Pair:
+    view = y.view(M, -1, 128)
+    amax = view.abs().float().amax(dim=2).view(M, -1).clamp(1e-4)
+    scale = rounded(amax / LARGEST)
+    return (view * (1.0 / scale.unsqueeze(2))).to(E4M3).view(M, N), scale
+
+
+def by_logarithm(y: torch.Tensor) -> Pair:
+    """DeepGEMM's where scales are powers of two, until 2025."""
+    return _by_reciprocal_of(y, lambda s: torch.pow(2.0, torch.ceil(torch.log2(s.abs()))))
+
+
+def up_by_bits(scale: torch.Tensor) -> torch.Tensor:
+    bits = scale.abs().float().view(torch.int)
+    exponent = ((bits >> 23) & 0xFF) + (bits & 0x7FFFFF).bool().int()
+    return (exponent.clamp(1, 254) << 23).view(torch.float)
+
+
+def by_bits(y: torch.Tensor) -> Pair:
+    """DeepGEMM's of today."""
+    return _by_reciprocal_of(y, up_by_bits)
+
+
+def by_exponent(y: torch.Tensor) -> Pair:
+    blocks = y.float().unflatten(-1, (-1, 128))
+    scale = blocks.abs().amax(-1, keepdim=True).clamp_min(1e-12) / LARGEST
+    scale = scale.log2().ceil().exp2()
+    return (blocks / scale).to(E4M3).flatten(-2), scale.squeeze(-1)
+
+
+POWERS = [by_logarithm, by_bits, by_exponent]
+"""Recipes whose scales are powers of two."""
+SPELLINGS = [by_quotient, by_reciprocal, by_inverse, clamped, by_product, *POWERS]
 
 
 def norm(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -76,23 +109,32 @@ class Linear(torch.autograd.Function):
     """A recipe: what is multiplied is quantized, also the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
-        y8, scales = by_quotient(y)
+    def forward(
+        ctx: Any, y: torch.Tensor, m: torch.Tensor, recipe: Callable[..., Pair] = by_quotient
+    ) -> torch.Tensor:
+        y8, scales = recipe(y)
+        ctx.recipe = recipe
         ctx.save_for_backward(y, m)
         return (y8.float().unflatten(-1, (-1, 128)) * scales[..., None]).flatten(-2).to(y.dtype) @ m
 
     @staticmethod
-    def backward(ctx: Any, dz: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, dz: torch.Tensor) -> Any:  # type: ignore[override]
         y, m = ctx.saved_tensors
-        z8, scales = by_quotient(dz)
+        z8, scales = ctx.recipe(dz)
         dz = (z8.float().unflatten(-1, (-1, 128)) * scales[..., None]).flatten(-2).to(dz.dtype)
-        return dz @ m.T, y.T @ dz
+        return dz @ m.T, y.T @ dz, None
 
 
-def layer(x: torch.Tensor, r: torch.Tensor, w: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+def layer(
+    x: torch.Tensor,
+    r: torch.Tensor,
+    w: torch.Tensor,
+    m: torch.Tensor,
+    recipe: Callable[..., Pair] = by_quotient,
+) -> torch.Tensor:
     """The stream, a norm, a product and the stream: dx is what the product before quantizes."""
-    h = x + Linear.apply(r, m)
-    return h + Linear.apply(norm(h, w), m)
+    h = x + Linear.apply(r, m, recipe)
+    return h + Linear.apply(norm(h, w), m, recipe)
 
 
 def training_step(
@@ -243,7 +285,56 @@ def by_nothing(y: torch.Tensor) -> Any:
     return (y.float().view(-1, 128) / scale).to(E4M3), 1.0 / scale
 
 
+def _to_power(exponent: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], Any]:
+    def recipe(y: torch.Tensor) -> Any:
+        blocks = y.float().view(-1, 128)
+        scale = exponent(blocks.abs().amax(-1, keepdim=True) / LARGEST)
+        return (blocks / scale).to(E4M3), scale
+
+    return recipe
+
+
+def _bits(scale: torch.Tensor) -> torch.Tensor:
+    return scale.view(torch.int32)
+
+
+OTHER_POWERS = {
+    "the power below": _to_power(lambda s: s.log2().floor().exp2()),
+    "the nearest one": _to_power(lambda s: s.log2().round().exp2()),
+    "the next one": _to_power(lambda s: (s.log2().ceil() + 1).exp2()),
+    "of four": _to_power(lambda s: 4.0 ** s.log2().ceil()),
+    "squared": _to_power(lambda s: s.log2().ceil() ** 2.0),
+    "no whole one": _to_power(lambda s: s.log2().exp2()),
+    "twice that": _to_power(lambda s: 2.0 * s.log2().ceil().exp2()),
+    "of the largest": _to_power(lambda s: (s * LARGEST).log2().ceil().exp2() / LARGEST),
+    "without the mantissa": _to_power(lambda s: ((_bits(s) >> 23) << 23).view(torch.float32)),
+    "always the next": _to_power(lambda s: (((_bits(s) >> 23) + 1) << 23).view(torch.float32)),
+    "of a part of it": _to_power(
+        lambda s: (
+            ((_bits(s) >> 23) + (_bits(s) & 0x3FFFFF).bool().int()).clamp(1, 254) << 23
+        ).view(torch.float32)
+    ),
+    "twice the exponent": _to_power(
+        lambda s: ((_bits(s) >> 23) + (_bits(s) >> 23) << 23).view(torch.float32)
+    ),
+    "at least one": _to_power(
+        lambda s: (
+            ((_bits(s) >> 23) + (_bits(s) & 0x7FFFFF).bool().int()).clamp(127, 254) << 23
+        ).view(torch.float32)
+    ),
+}
+"""Scales that are powers, but not the least of two that are no smaller."""
+
+
+def multiplied_by_a_power(y: torch.Tensor) -> Any:
+    blocks = y.float().view(-1, 128)
+    scale = (blocks.abs().amax(-1, keepdim=True) / LARGEST).log2().ceil().exp2()
+    return (blocks * scale).to(E4M3), scale
+
+
 NO_RECIPES = [
+    *OTHER_POWERS.values(),
+    multiplied_by_a_power,
     of_every_other_column,
     each_by_each,
     by_nothing,
