@@ -23,8 +23,10 @@ from generator.package.emit import _check_arithmetic, emit_package
 from generator.package.entries import Entry, Forwards
 from generator.package.fallback_kernels import DTYPES
 from generator.package.files import UNVERIFIED
+from generator.package.standalone import read_package
 from generator.problem import Problem
 from generator.space.forward_space import fallback_forwards
+from normforge.cubins import CUBINS_INDEX
 from normforge.serve.forward import Forward
 from normforge.serve.kernels import source_of
 from normforge.table import ForwardTable
@@ -68,6 +70,29 @@ def test_the_source_of_a_forward_says_whether_it_ran(tmp_path: Path, evidence: s
     assert all(said.values()), "nobody timed the kernels for any rows"
 
 
+@pytest.mark.parametrize("kind", ["tuned", "fallback"])
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"error": "no room"}, "was not compiled: no room"),
+        ({"cubin": b""}, "was not compiled: it has no cubin"),
+        ({"arch": "sm_100a"}, "is for sm_100a and .* is sm_90a"),
+    ],
+)
+def test_a_forward_that_cannot_run_is_refused(
+    tmp_path: Path, kind: str, wrong: dict[str, Any], says: str
+) -> None:
+    forward, fallbacks = emitted()
+    (variant, compiled), *others = fallbacks
+    if kind == "tuned":
+        forward = replace(forward, compiled=replace(forward.compiled, **wrong))
+    else:
+        fallbacks = ((variant, replace(compiled, **wrong)), *others)
+    with pytest.raises(NormforgeError, match=says):
+        emit_package([], [], H200, tmp_path, Forwards((forward,), fallbacks))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_package_holds_forward_kernels_that_its_runtime_finds(package: Path) -> None:
     forward, fallbacks = emitted()
     table = ForwardTable.load(package)
@@ -84,6 +109,16 @@ def test_package_holds_forward_kernels_that_its_runtime_finds(package: Path) -> 
     assert (choice.kernel.file, choice.tuned.evidence) == (forward.variant.id, "measured")
     y, _ = Forward(source_of(package, "rmsnorm_backward"))(torch.ones(2, 8))
     assert y.shape == (2, 8)
+
+
+def test_without_the_machine_code_of_a_forward_nothing_is_exported(package: Path) -> None:
+    table, path = ForwardTable.load(package), package / CUBINS_INDEX
+    assert table is not None
+    index = json.loads(path.read_text())
+    for kernel in table.kernels():
+        path.write_text(json.dumps({name: at for name, at in index.items() if name != kernel.file}))
+        with pytest.raises(NormforgeError, match=f"cannot be exported .*{kernel.file}"):
+            read_package(package)
 
 
 def test_choice_follows_width_alignment_and_dtype(package: Path) -> None:

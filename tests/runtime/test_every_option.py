@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import normforge
 from normforge import batch_invariant, layernorm, quantized
+from normforge.frontends.library import namespace
 from tests.support.entry_points import randn
 
 M, H, N = 16, 4, 128
@@ -131,9 +132,14 @@ CALLS = calls()
 
 
 class Seen(TorchDispatchMode):
-    """A mode that only looks on."""
+    """A mode that only looks on, at the operators of packages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ours: list[str] = []
 
     def __torch_dispatch__(self, run: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ours += [str(run)] * (run.namespace == namespace)
         return run(*args, **(kwargs or {}))
 
 
@@ -168,3 +174,19 @@ def test_every_option_counts(name: str, seen: bool) -> None:
             except (TypeError, ValueError):
                 continue  # refused beside the others
     assert lost == []
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("name", CALLS)
+def test_modes_see_one_operator(name: str, grad: bool) -> None:
+    """A gated norm's forward is left to what compiles PyTorch's operators."""
+    run, given = CALLS[name]
+    leaves = {
+        n: v.clone().requires_grad_(grad and n in ("x", "qkv") and "backward" not in name)
+        if isinstance(v, torch.Tensor)
+        else v
+        for n, v in given.items()
+    }
+    with Seen() as seen:
+        run(**leaves)
+    assert len(seen.ours) == (name != "rms_norm_gated"), seen.ours

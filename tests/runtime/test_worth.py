@@ -217,6 +217,21 @@ def test_the_backend_computes_the_same_either_way(
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_norms_that_are_left_have_pytorchs_eps(package: Package, dtype: torch.dtype) -> None:
+    def norm(x: Any, w: Any) -> Any:
+        return functional.rms_norm(x, (N,), w)
+
+    x, z, w = (one.detach() for one in inputs(dtype)[:3])
+    x = x / 1000  # squares are about as large as the eps
+    calls = graph_of(package.ops, gated, norm, [x, z, w, w])
+    assert any("rsqrt" in call for call in calls)
+    run = torch.compile(gated, backend=make_backend(package.ops), fullgraph=True)
+    found, wanted = (one(norm, x, z, w, None) for one in (run, gated))
+    close = {torch.float32: 1e-5}.get(dtype, 2**-6)
+    torch.testing.assert_close(found, wanted, rtol=close, atol=close * 1e-2)
+
+
 @pytest.mark.parametrize("norm", NORMS)
 def test_sizes_stay_dynamic(package: Package, norm: Any) -> None:
     """One graph serves all numbers of rows, of norms that are routed and of those that are left."""

@@ -60,7 +60,9 @@ def changed(**knobs: Any) -> dict[str, Any]:
 
 def with_rule(require: Any, say: Any = "no", id: Any = "extra") -> dict[str, Any]:
     """The real content with one more rule."""
-    return {**CONTENT, "rules": [*CONTENT["rules"], {"id": id, "require": require, "say": say}]}
+    content = changed()
+    content["rules"].append({"id": id, "require": require, "say": say})
+    return content
 
 
 def refusal(path: Path) -> str:
@@ -328,6 +330,7 @@ def test_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         ("stages", {"otherwise": "none"}, "all integers or all text, got int, str"),
         ("stages", {"values": ["two", "three"], "otherwise": "two"}, "cannot be 'two'"),
         ("stages", {"values": [0]}, "cannot be 0: the templates know 1 to"),
+        ("stages", {"values": [2], "otherwise": 99}, "cannot be 99: the templates know 1 to"),
         ("threads_per_row", {"values": [128, 100]}, "cannot be 100"),
         ("slice_columns", {"values": [32, 48]}, "cannot be 48: the templates know 0, 4, 8, 16, 32"),
         ("strategy", {"values": [1, 2]}, "cannot be 1: the templates know column_slices"),
