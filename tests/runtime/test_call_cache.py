@@ -222,18 +222,6 @@ def test_kinds_that_one_call_serves_are_all_in_the_list(known: Backward) -> None
     assert known.first(other) is known.first(trained) is call.quick
 
 
-def test_calls_of_one_kind_take_one_place_whatever_the_options(known: Backward) -> None:
-    """A check of the first is that of the second, and finds the first."""
-    call, tensors = Call(), present(given(2))
-    known.add("one", tensors, call, call.quick)
-    known.add("other", tensors, other := Call(), other.quick)
-    assert [quick for _, quick in known.recent] == [call.quick]
-    for kind, wanted in (("one", call), ("other", other)):
-        found = known.find(kind, tensors)
-        assert found is not None and found.call is wanted
-    assert len(known.recent) == 1
-
-
 @pytest.mark.parametrize("place", ["dy", "x"])
 def test_nested_rows_are_no_known_call(
     known: Backward, place: str, monkeypatch: pytest.MonkeyPatch
