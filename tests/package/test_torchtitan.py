@@ -343,6 +343,11 @@ small = 0.05 * torch.randn(2, 9, 4, 32, dtype=torch.bfloat16)
 norm = torch.nn.RMSNorm(32, eps=None, dtype=torch.bfloat16)
 turns = torch.ones(1, 9, 16), torch.zeros(1, 9, 16)
 torch.testing.assert_close(ours._normalized(small, norm, turns, False), norm(small))
+wide, angles = small.float(), torch.randn(1, 9, 16)
+turns, norm = (angles.cos(), angles.sin()), norm.float()
+for interleaved in (False, True):
+    wanted = ours.apply_rope(norm(wide), *turns, interleaved=interleaved)
+    torch.testing.assert_close(ours._normalized(wide, norm, turns, interleaved), wanted)
 
 import inspect
 

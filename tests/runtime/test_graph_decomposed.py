@@ -341,6 +341,17 @@ def test_products_with_what_is_no_weight_stay(package: Package, weight: Any, dty
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
+def test_a_result_that_is_rounded_to_another_dtype_is_rounded(package: Package) -> None:
+    def step(x: torch.Tensor) -> Any:
+        return unweighted(x).half().float()
+
+    run, graphs = compiled(package, step)
+    found = run(x := rows(4, 16))
+    assert package.ops.rms_norm in calls(graphs[0])
+    assert torch.equal(found, found.half().float())
+    torch.testing.assert_close(found, step(x), rtol=2**-10, atol=2**-10)
+
+
 def test_weights_of_a_batch_stay(package: Package) -> None:
     """The operator has no rule for a batch of them, and PyTorch would call it for each."""
     step = torch.vmap(SPELLINGS["power"], (None, 0))
