@@ -91,41 +91,67 @@ def _replace(graph: torch.fx.Graph, norm: Norm, operators: Any) -> None:
 
 
 class Statistics(NamedTuple):
-    """The part of a norm up to xhat: what is squared, eps, the node with xhat, and all nodes, in
-    fp32."""
+    """The part of a norm up to xhat: what is squared, eps, what is scaled, the node with xhat, and
+    all nodes, in fp32."""
 
     wide: Node
     eps: Any
+    scaled: Any
     xhat: Node
     nodes: set[Node]
 
 
-def read_statistics(rsqrt: Any) -> Statistics | None:
-    """Return what a node's reciprocal root is of, if that is the mean of the squares of rows and a
-    number, and one node alone takes it."""
-    (shifted,) = rsqrt.args if kind(rsqrt) == "rsqrt" and rsqrt.args else (None,)
+def read_statistics(root: Any) -> Statistics | None:
+    """Return what a node's root is of, if that is the mean of the squares of rows and a number, and
+    one node alone takes it: a product with the reciprocal of the root, or a quotient."""
+    shifted, of_root = _root_of(root)
     eps, mean = _number_added(shifted)
     square = _mean_over_rows(mean)
     wide = _squared(square)
-    xhat = only_user(rsqrt)
+    xhat = only_user(root) if wide is not None else None
     if wide is None or xhat is None:
         return None
-    nodes = {square, mean, shifted, rsqrt, xhat}
+    scaled = xhat.args[0] if _divides(xhat, root) else other_factor(xhat, root)
+    nodes = {square, mean, shifted, *of_root, xhat}
     if any(getattr(value_of(n), "dtype", None) != torch.float32 for n in (wide, *nodes)):
         return None
-    return Statistics(wide, eps, xhat, nodes)
+    return Statistics(wide, eps, scaled, xhat, nodes)
 
 
-def read_norm(rsqrt: Any) -> Norm | None:
+def _root_of(node: Any) -> tuple[Any, set[Node]]:
+    """Return what a node has the reciprocal root of, or the root by which another one divides, and
+    the nodes that compute it."""
+    what, args = kind(node), tuple(getattr(node, "args", ()))
+    if what == "rsqrt" or (what == "power" and args[1:] == (-0.5,)):
+        return args[0] if args else None, {node}
+    if what == "root" and _divides(only_user(node), node):
+        return args[0], {node}
+    if what == "product" and args[1:] == (1.0,):  # `1 / root` is traced as a reciprocal times 1
+        inner, nodes = _root_of(args[0])
+        return (inner, nodes | {node}) if nodes else (None, set())
+    root = args[0] if what == "reciprocal" else None
+    if what == "quotient" and args[0] == 1:
+        root = args[1]
+    if isinstance(root, Node) and kind(root) == "root":
+        return root.args[0], {node, root}
+    return None, set()
+
+
+def _divides(node: Any, root: Any) -> bool:
+    """Return True if a node is the quotient of a tensor and a root."""
+    return kind(node) == "quotient" and isinstance(node.args[0], Node) and node.args[1] is root
+
+
+def read_norm(root: Any) -> Norm | None:
     """Return the norm that has this node, if all of it is as it must be."""
-    found = read_statistics(rsqrt)
+    found = read_statistics(root)
     if found is None:
         return None
-    wide, eps, xhat, nodes = found
+    wide, eps, scaled, xhat, nodes = found
     x = wide
     if cast_of(wide) is not None and nodes.issuperset(wide.users):
         x, nodes = cast_of(wide), nodes | {wide}
-    if other_factor(xhat, rsqrt) not in (x, wide):
+    if scaled not in (x, wide):
         return None
     for result, weight, offset, later in read_results(x, xhat):
         run = _in_one_run(nodes | later, result)

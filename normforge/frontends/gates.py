@@ -80,9 +80,9 @@ def _fuse(graph: torch.fx.Graph, node: Node, order: dict[Node, int], functions: 
     return True
 
 
-def _norm_first(rsqrt: Node) -> Gated | None:
+def _norm_first(root: Node) -> Gated | None:
     """Return norm(x) * w * act(z), if a node is the reciprocal root of that."""
-    norm = read_norm(rsqrt)
+    norm = read_norm(root)
     if norm is None or norm.weight_offset:
         return None
     normed = norm.nodes[-1]
@@ -96,14 +96,14 @@ def _norm_first(rsqrt: Node) -> Gated | None:
     return None if result is None else Gated(*made, result, nodes | {result})
 
 
-def _gate_first(rsqrt: Node) -> Iterator[Gated]:
-    """Yield what may be norm(x * act(z)) * w, longest first, if a node is the reciprocal root of
+def _gate_first(root: Node) -> Iterator[Gated]:
+    """Yield what may be norm(x * act(z)) * w, longest first, if a node has the root of
     that."""
-    found = read_statistics(rsqrt)
+    found = read_statistics(root)
     if found is None:
         return
     product = found.wide
-    if other_factor(found.xhat, rsqrt) is not product:
+    if found.scaled is not product:
         return
     for one in product.args if kind(product) == "product" else ():
         gate = _gate(one)

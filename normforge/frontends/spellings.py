@@ -48,6 +48,7 @@ _SPELLINGS: dict[str, tuple[Any, ...]] = {
     "masked": (operator.and_, torch.bitwise_and, _aten.bitwise_and.Scalar, _aten.__and__.Scalar),
     "mean": ("mean", torch.mean, _aten.mean.dim),
     "sum": ("add", torch.add, operator.add, _aten.add.Tensor, _aten.add.Scalar),
+    "root": ("sqrt", torch.sqrt, _aten.sqrt.default),
     "rsqrt": ("rsqrt", torch.rsqrt, _aten.rsqrt.default),
     "product": ("mul", torch.mul, operator.mul, _aten.mul.Tensor),
     "quotient": ("div", torch.div, operator.truediv, _aten.div.Tensor, "true_divide"),

@@ -165,6 +165,10 @@ def test_transposed_heads_of_make_fx(package: Package) -> None:
     torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-5)
 
 
+def mean_of(x: Any) -> Any:
+    return x.pow(2).mean(-1, keepdim=True) + EPS
+
+
 SPELLINGS: dict[str, Callable[[Any, Any], Any]] = {
     "power": lambda x, w: w * (x * torch.rsqrt(torch.mean(x**2, dim=-1, keepdim=True) + EPS)),
     "square": lambda x, w: (x * (EPS + x.square().mean(dim=[-1], keepdim=True)).rsqrt()) * w,
@@ -172,6 +176,10 @@ SPELLINGS: dict[str, Callable[[Any, Any], Any]] = {
     "functions": lambda x, w: torch.mul(
         torch.mul(x, torch.rsqrt(torch.add(torch.pow(x, 2).mean(1, keepdim=True), EPS))), w
     ),
+    "power of the mean": lambda x, w: w * (x * torch.pow(mean_of(x), -0.5)),
+    "one over the root": lambda x, w: w * (x * (1.0 / torch.sqrt(mean_of(x)))),
+    "reciprocal of the root": lambda x, w: mean_of(x).sqrt().reciprocal() * x * w,
+    "over the root": lambda x, w: w * (x / torch.sqrt(mean_of(x))),
     "offset on the right": lambda x, w: (
         (x * torch.rsqrt(torch.square(x).mean(-1, True) + EPS)) * (w + 0.5)
     ),
@@ -285,6 +293,15 @@ LEFT: dict[str, Callable[[Any, Any], Any]] = {
     "the third power": lambda x, w: w * (x * rstd_of(x.pow(3).abs())),
     "the fourth power": lambda x, w: w * (x * rstd_of(x.pow(4))),
     "columns": lambda x, w: w * (x * rstd_of(x.pow(2), 0)),
+    "another root": lambda x, w: w * (x * torch.pow(mean_of(x), -0.25)),
+    "two over the root": lambda x, w: w * (x * (2.0 / torch.sqrt(mean_of(x)))),
+    "the root over x": lambda x, w: w * (torch.sqrt(mean_of(x)) / x),
+    "times the root": lambda x, w: w * (x * torch.sqrt(mean_of(x))),
+    "the root under one is returned": lambda x, w: (
+        w * (x * (1.0 / (root := torch.sqrt(mean_of(x))))),
+        root,
+    ),
+    "the root is returned": lambda x, w: (w * (x / (root := torch.sqrt(mean_of(x)))), root),
     "everything": lambda x, w: w * (x * rstd_of(x.pow(2), (0, 1))),
     "one number": lambda x, w: unweighted(x.sum()),
     "other rows": lambda x, w: w * (x.cos() * rstd_of(x.pow(2))),
