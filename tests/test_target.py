@@ -120,6 +120,11 @@ def test_damaged_table_is_one_sentence(tmp_path: Path, damage: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_gpus_from_ada_on_convert_to_fp8() -> None:
+    """CUDA's table of features by compute capability: 8.9 and up."""
+    assert {name for name, gpu in load_targets().items() if not gpu.has_fp8} == {"a100"}
+
+
 @pytest.mark.parametrize("field", [*NUMBERS, "arch", *OCCUPANCY, *FEATURES, "compute_capability"])
 def test_entry_without_a_field_is_refused_by_its_name(tmp_path: Path, field: str) -> None:
     content = yaml.safe_load(GPUS_FILE.read_text())

@@ -61,6 +61,7 @@ def test_every_schedule_gives_one_set_of_right_bits(
         *(("192x128:bf16", threads) for threads in (8, 16, 32)),  # batches of one group
         ("61x64:fp16:fp32", 8),
         ("97x96:bf16", 16),
+        ("97x96:bf16", 8),  # an even number of vectors, and threads that have none of the last
         *(("97x128:fp32+offset", threads) for threads in (8, 16, 32)),
         *(("77x256:bf16", threads) for threads in (8, 16, 32)),
         ("45x96:fp32", 8),
@@ -84,6 +85,19 @@ def test_heads(name: str, shape: str, threads_per_row: int, target: Target) -> N
     """Partners are a thread's own, a shuffle away, or read again."""
     problem = Problem.parse(shape, name)
     variant = of_heads(problem, target, threads_per_row)
+    assert check_variant(variant, problem, schedules=3, all_rows=True).problems == ()
+
+
+@pytest.mark.parametrize("rows_in_flight", [1, 2])
+@pytest.mark.parametrize("pipeline", ["direct", "bulk", "async"])
+@of_name
+def test_a_last_batch_that_is_not_full(
+    name: str, pipeline: str, rows_in_flight: int, target: Target
+) -> None:
+    problem = Problem.parse("203x128:bf16", name)
+    knobs = {**PIPELINES[pipeline], "rows_in_flight": rows_in_flight, "weight_in": "registers"}
+    knobs["threads_per_row"] = 32 if pipeline == "bulk" else 8
+    variant = small(problem, target, **knobs, rows_per_cta=8)
     assert check_variant(variant, problem, schedules=3, all_rows=True).problems == ()
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from normforge import gated_packages
 from normforge.api import Package
 from normforge.frontends.gated import GatedFunctions
 from normforge.frontends.gated_node import SERVED, formula, rms_norm_gated_forward
@@ -436,7 +437,7 @@ def test_kernels_of_both_directions_are_asked_for(monkeypatch: pytest.MonkeyPatc
         is_cuda, dtype, shape = True, torch.bfloat16, torch.Size((3, 5, 128))
 
     monkeypatch.setattr(RowServer, "explain", explain)
-    functions: Any = SERVED("*/gated")
+    functions: Any = gated_packages.functions
     assert functions.serves(Rows, None, ("sigmoid", False), trains=False)
     assert not functions.serves(Rows, None, ("sigmoid", False), trains=True)
     rest = (15, 128, "bf16", "bf16", False)

@@ -29,6 +29,7 @@ from tests.support.attention_classes import (
     PlainAttention,
     QueriesAttention,
     ScaledAttention,
+    TwiceRotatedAttention,
     WholeNormAttention,
     results,
     turns,
@@ -374,6 +375,7 @@ LEFT: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "closure": (with_closure, FORWARD),
     "no norm of keys": (lambda: QueriesAttention, FORWARD),
+    "two rotations": (lambda: TwiceRotatedAttention, FORWARD),
 }
 WITHOUT_NORMS: dict[str, tuple[Callable[[], Any], str]] = {
     "a part of joined heads": (joined_in_part, "it normalizes all heads together, and rotates a"),

@@ -359,6 +359,14 @@ def test_a_noisy_record_counts_by_its_second_measurement(second: float) -> None:
     assert (configs[0] in evaluator.finalists[0]) is (second < 1.2)
 
 
+def test_noisy_records_of_one_machine_code_are_measured_again_once() -> None:
+    every = [record(config, 1.2, "one") for config in of_families(3)]
+    every = [replace(one, result=replace(one.result, noisy=True)) for one in every]
+    evaluator = FakeEvaluator()
+    hold_finals(LEGAL, FakePool(), evaluator, every, None, 3)
+    assert len(evaluator.evaluated) == 1
+
+
 def test_the_fastest_that_may_not_win_is_timed_beside_the_winner() -> None:
     free = [c for c in LEGAL.reduction_kinds if not is_deterministic(c)][:2]
     assert len(free) == 2

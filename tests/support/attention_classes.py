@@ -196,6 +196,19 @@ class WholeNormAttention(Attention):
         return self.o_proj(y.reshape(*hidden_states.shape[:-1], -1)), scores
 
 
+class TwiceRotatedAttention(Attention):
+    """The second rotation is of what the first one gave."""
+
+    def forward(self, hidden_states: Any, position_embeddings: Any, attention_mask: Any) -> Any:
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        q = self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)
+        k = self.k_norm(self.k_proj(hidden_states).view(shape)).transpose(1, 2)
+        cos, sin = position_embeddings
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        return self.o_proj(q.transpose(1, 2).flatten(-2)), k
+
+
 class MixedAttention(Attention):
     """The norms of queries and keys differ."""
 
