@@ -60,9 +60,7 @@ def changed(**knobs: Any) -> dict[str, Any]:
 
 def with_rule(require: Any, say: Any = "no", id: Any = "extra") -> dict[str, Any]:
     """The real content with one more rule."""
-    content = changed()
-    content["rules"].append({"id": id, "require": require, "say": say})
-    return content
+    return {**changed(), "rules": [*CONTENT["rules"], {"id": id, "require": require, "say": say}]}
 
 
 def refusal(path: Path) -> str:
