@@ -111,7 +111,7 @@ def read_statistics(root: Any) -> Statistics | None:
     xhat = only_user(root) if wide is not None else None
     if wide is None or xhat is None:
         return None
-    scaled = xhat.args[0] if _divides(xhat, root) else other_factor(xhat, root)
+    scaled = xhat.args[0] if kind(root) == "root" else other_factor(xhat, root)
     nodes = {square, mean, shifted, *of_root, xhat}
     if any(getattr(value_of(n), "dtype", None) != torch.float32 for n in (wide, *nodes)):
         return None

@@ -38,6 +38,8 @@ _STEPS: dict[tuple[Step, str, Any], Step] = {
         (Step("raised"), "clamped", to): Step("raised") for to in ((1, 254), (1, None), (None, 254))
     },
     (Step("raised"), "shifted left", 23): Step("raised bits"),
+    (Step("bits"), "sum", 0x7FFFFF): Step("carried"),
+    (Step("carried"), "masked", 0x7F800000): Step("raised bits"),
     (Step("raised bits"), "bits", torch.float32): POWER_OF_TWO,
 }
 """The steps by what is taken, by kind, and by the number or dtype of the node."""
@@ -47,7 +49,7 @@ def step_of(node: Node, source: Callable[[Any], Step | None]) -> Step | None:
     """Return what a node computes, or None if it is no such step. source: says this of what it
     takes."""
     what, (taken, *others) = kind(node), node.args or (None,)
-    if what == "sum" and len(others) == 1:
+    if what == "sum" and len(others) == 1 and isinstance(others[0], Node):
         if {source(taken), source(others[0])} != {_HIGH, _CARRY}:
             return None
         same = has_shape(value_of(taken), value_of(others[0]).shape)  # those of the same block

@@ -295,6 +295,9 @@ LEFT: dict[str, Callable[[Any, Any], Any]] = {
     "columns": lambda x, w: w * (x * rstd_of(x.pow(2), 0)),
     "another root": lambda x, w: w * (x * torch.pow(mean_of(x), -0.25)),
     "two over the root": lambda x, w: w * (x * (2.0 / torch.sqrt(mean_of(x)))),
+    "x over the reciprocal root": lambda x, w: w * (x / torch.rsqrt(mean_of(x))),
+    "x over a power": lambda x, w: w * (x / mean_of(x).pow(-0.5)),
+    "x over one over the root": lambda x, w: w * (x / (1.0 / torch.sqrt(mean_of(x)))),
     "the root over x": lambda x, w: w * (torch.sqrt(mean_of(x)) / x),
     "times the root": lambda x, w: w * (x * torch.sqrt(mean_of(x))),
     "the root under one is returned": lambda x, w: (

@@ -74,6 +74,13 @@ def by_bits(y: torch.Tensor) -> Pair:
     return _by_reciprocal_of(y, up_by_bits)
 
 
+def by_carry(y: torch.Tensor) -> Pair:
+    def up(scale: torch.Tensor) -> torch.Tensor:
+        return (scale.view(torch.int32) + 0x7FFFFF & 0x7F800000).view(torch.float32)
+
+    return _by_reciprocal_of(y, up)
+
+
 def by_exponent(y: torch.Tensor) -> Pair:
     blocks = y.float().unflatten(-1, (-1, 128))
     scale = blocks.abs().amax(-1, keepdim=True).clamp_min(1e-12) / LARGEST
@@ -81,7 +88,7 @@ def by_exponent(y: torch.Tensor) -> Pair:
     return (blocks / scale).to(E4M3).flatten(-2), scale.squeeze(-1)
 
 
-POWERS = [by_logarithm, by_bits, by_exponent]
+POWERS = [by_logarithm, by_bits, by_carry, by_exponent]
 """Recipes whose scales are powers of two."""
 SPELLINGS = [by_quotient, by_reciprocal, by_inverse, clamped, by_product, *POWERS]
 
@@ -317,6 +324,10 @@ OTHER_POWERS = {
     "twice the exponent": _to_power(
         lambda s: ((_bits(s) >> 23) + (_bits(s) >> 23) << 23).view(torch.float32)
     ),
+    "a carry of a part": _to_power(
+        lambda s: (_bits(s) + 0x3FFFFF & 0x7F800000).view(torch.float32)
+    ),
+    "another carry": _to_power(lambda s: (_bits(s) + 0x7FFFFF & 0x7FC00000).view(torch.float32)),
     "at least one": _to_power(
         lambda s: (
             ((_bits(s) >> 23) + (_bits(s) & 0x7FFFFF).bool().int()).clamp(127, 254) << 23
