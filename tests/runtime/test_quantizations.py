@@ -88,28 +88,20 @@ def test_norm_and_quantization_are_one_operator(
     check_pair(module(x, w), run(x, w))
 
 
-def test_bits_of_a_quotient_are_those_of_the_recipe(quantized: Package) -> None:
-    """The norm's result is rounded to bf16 before it is quantized."""
+@pytest.mark.parametrize(("recipe", "rounding"), [(by_quotient, 1.2e-7), (by_bits, 0.0)])
+def test_bits_are_those_of_the_recipe(
+    quantized: Package, recipe: Callable[..., Pair], rounding: float
+) -> None:
+    """The norm's result is rounded to bf16 before it is quantized. Bits of floats say exactly which
+    power is the next."""
     x, w = given()
 
     def run(x: torch.Tensor, w: torch.Tensor) -> Pair:
-        return by_quotient(norm(x, w))
+        return recipe(norm(x, w))
 
     found, wanted = routed(quantized, run, x, w)(x, w), run(x, w)
     assert torch.equal(found[0].view(torch.uint8), wanted[0].view(torch.uint8))
-    torch.testing.assert_close(found[1], wanted[1], rtol=1.2e-7, atol=0)
-
-
-def test_scales_that_are_powers_of_two_are_those_of_the_recipe(quantized: Package) -> None:
-    """Bits of floats say exactly which power is the next; logarithms round."""
-    x, w = given()
-
-    def run(x: torch.Tensor, w: torch.Tensor) -> Any:
-        return by_bits(norm(x, w))
-
-    found, wanted = routed(quantized, run, x, w)(x, w), run(x, w)
-    assert torch.equal(found[0].view(torch.uint8), wanted[0].view(torch.uint8))
-    assert torch.equal(found[1], wanted[1])
+    torch.testing.assert_close(found[1], wanted[1], rtol=rounding, atol=0)
 
 
 def test_exponents_of_other_blocks_are_none_of_a_scale(quantized: Package) -> None:
