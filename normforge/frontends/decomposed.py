@@ -103,31 +103,29 @@ class Statistics(NamedTuple):
 
 def read_statistics(root: Any) -> Statistics | None:
     """Return what a node's root is of, if that is the mean of the squares of rows and a number, and
-    one node alone takes it: a product with the reciprocal of the root, or a quotient."""
-    shifted, of_root = _root_of(root)
+    one node alone takes it: a quotient by the root, or a product with its reciprocal."""
+    divides = kind(root) == "root"
+    shifted, of_root = (root.args[0], {root}) if divides else _reciprocal_root_of(root)
     eps, mean = _number_added(shifted)
     square = _mean_over_rows(mean)
     wide = _squared(square)
-    xhat = only_user(root) if wide is not None else None
+    xhat = only_user(root)
     if wide is None or xhat is None:
         return None
-    scaled = xhat.args[0] if kind(root) == "root" else other_factor(xhat, root)
+    scaled = _dividend(xhat, root) if divides else other_factor(xhat, root)
     nodes = {square, mean, shifted, *of_root, xhat}
     if any(getattr(value_of(n), "dtype", None) != torch.float32 for n in (wide, *nodes)):
         return None
     return Statistics(wide, eps, scaled, xhat, nodes)
 
 
-def _root_of(node: Any) -> tuple[Any, set[Node]]:
-    """Return what a node has the reciprocal root of, or the root by which another one divides, and
-    the nodes that compute it."""
+def _reciprocal_root_of(node: Any) -> tuple[Any, set[Node]]:
+    """Return what a node is the reciprocal root of, and the nodes that compute it."""
     what, args = kind(node), tuple(getattr(node, "args", ()))
     if what == "rsqrt" or (what == "power" and args[1:] == (-0.5,)):
         return args[0] if args else None, {node}
-    if what == "root" and _divides(only_user(node), node):
-        return args[0], {node}
     if what == "product" and args[1:] == (1.0,):  # `1 / root` is traced as a reciprocal times 1
-        inner, nodes = _root_of(args[0])
+        inner, nodes = _reciprocal_root_of(args[0])
         return (inner, nodes | {node}) if nodes else (None, set())
     root = args[0] if what == "reciprocal" else None
     if what == "quotient" and args[0] == 1:
@@ -137,9 +135,9 @@ def _root_of(node: Any) -> tuple[Any, set[Node]]:
     return None, set()
 
 
-def _divides(node: Any, root: Any) -> bool:
-    """Return True if a node is the quotient of a tensor and a root."""
-    return kind(node) == "quotient" and isinstance(node.args[0], Node) and node.args[1] is root
+def _dividend(node: Node, root: Node) -> Any:
+    """Return what a node divides by a root; None for another node."""
+    return node.args[0] if kind(node) == "quotient" and node.args[1] is root else None
 
 
 def read_norm(root: Any) -> Norm | None:

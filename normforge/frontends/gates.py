@@ -81,7 +81,7 @@ def _fuse(graph: torch.fx.Graph, node: Node, order: dict[Node, int], functions: 
 
 
 def _norm_first(root: Node) -> Gated | None:
-    """Return norm(x) * w * act(z), if a node is the reciprocal root of that."""
+    """Return norm(x) * w * act(z), if a node is the root of that, or its reciprocal."""
     norm = read_norm(root)
     if norm is None or norm.weight_offset:
         return None
@@ -97,8 +97,8 @@ def _norm_first(root: Node) -> Gated | None:
 
 
 def _gate_first(root: Node) -> Iterator[Gated]:
-    """Yield what may be norm(x * act(z)) * w, longest first, if a node has the root of
-    that."""
+    """Yield what may be norm(x * act(z)) * w, longest first, if a node is the root of that, or its
+    reciprocal."""
     found = read_statistics(root)
     if found is None:
         return

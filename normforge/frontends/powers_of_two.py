@@ -59,11 +59,10 @@ def step_of(node: Node, source: Callable[[Any], Step | None]) -> Step | None:
     before = source(taken)
     if before is None or what is None:
         return None
-    dtype = value_of(node).dtype
+    what = "bits" if what == "viewed" else what
     number: Any = next((one for one in others if isinstance(one, int | float)), None)
-    if what in ("bits", "viewed", "cast"):
-        what = "cast" if what == "cast" else "bits"
-        number = dtype
+    if what in ("bits", "cast"):
+        number = value_of(node).dtype
     elif what == "clamped":
         number = limits_of(node)
     return _STEPS.get((before, what, number))

@@ -66,16 +66,15 @@ class _Rows(NamedTuple):
 
 
 class _Blocks(NamedTuple):
-    """A number for each block: factor * amax ^ power, or, with `powers`, factor * p ^ power, where
-    p is the least power of two that is no smaller than amax / 448."""
+    """A number for each block: factor * s ^ power, where s is its scale, amax / 448, or, with
+    `powers`, the least power of two that is no smaller."""
 
     factor: float = 1.0
     power: int = 1
     powers: bool = False
 
 
-_SCALE, _SCALE_UP = _Blocks(1 / LARGEST), _Blocks(powers=True)
-_INVERSE, _INVERSE_UP = _Blocks(LARGEST, -1), _Blocks(power=-1, powers=True)
+_AMAX, _SCALE, _SCALE_UP = _Blocks(LARGEST), _Blocks(), _Blocks(powers=True)
 
 
 def read_quantization(rows: Node) -> Quantization | None:
@@ -122,7 +121,7 @@ def sizes_of(value: torch.Tensor) -> list[int] | None:
 
 def _has_scales(node: Node, found: dict[Any, Any], powers: bool) -> bool:
     meaning = found[node]
-    if not isinstance(meaning, _Blocks) or not _is_like(meaning, _SCALE_UP if powers else _SCALE):
+    if not isinstance(meaning, _Blocks) or meaning.powers != powers or not _is_scale(meaning, 1):
         return False
     return bool(value_of(node).dtype == torch.float32)
 
@@ -133,7 +132,7 @@ def _meaning(node: Node, found: dict[Any, Any]) -> Any:
     taken = node.args[0] if node.args else None
     source = found.get(taken) if isinstance(taken, Node) else None
     if kind(node) == "largest and place":
-        return _Blocks() if _over_blocks(node, source) else None
+        return _AMAX if _over_blocks(node, source) else None
     if node.target is operator.getitem and kind(taken) == "largest and place":
         return source if node.args[1] == 0 else _Rows("places")
     if not isinstance(value, torch.Tensor):
@@ -148,7 +147,7 @@ def _meaning(node: Node, found: dict[Any, Any]) -> Any:
         case "magnitude" if isinstance(source, _Blocks):
             return source  # which is not negative
         case "largest" if _over_blocks(node, source):
-            return _Blocks()
+            return _AMAX
         case "clamped":
             return source if _is_clamp(node, source) else None
         case "reciprocal" | "quotient" | "product" if value.dtype in _WIDE:
@@ -162,7 +161,7 @@ def _step(node: Node, found: dict[Any, Any]) -> Any:
 
     def source(taken: Any) -> Step | None:
         meaning = found.get(taken) if isinstance(taken, Node) else None
-        if isinstance(meaning, _Blocks) and _is_like(meaning, _SCALE):
+        if isinstance(meaning, _Blocks) and _is_scale(meaning, 1) and not meaning.powers:
             return SCALE if value_of(taken).dtype == torch.float32 else None
         return meaning if isinstance(meaning, Step) else None
 
@@ -189,7 +188,7 @@ def _cast(node: Node, source: Any, rows: Node) -> Any:
         return source._replace(what="narrow") if _what(source) == "scaled" else None
     if isinstance(source, _Blocks) and one == torch.float64 and two == torch.float32:
         return source
-    kept = keeps_numbers(value_of(rows).dtype if source == _Blocks() else one, two)
+    kept = keeps_numbers(value_of(rows).dtype if source == _AMAX else one, two)
     return source if kept else None
 
 
@@ -211,9 +210,9 @@ def _is_clamp(node: Node, source: Any) -> bool:
         return False
     if _what(source) == "scaled":
         return least in (None, -LARGEST) and most in (None, LARGEST)
-    if source != _Blocks() and source != _SCALE:
+    if source not in (_AMAX, _SCALE):
         return False
-    small = least is None or 0 <= least <= _MOST_FLOOR * source.factor
+    small = least is None or 0 <= least <= _MOST_FLOOR * (source.factor / LARGEST)
     return small and most in (None, float("inf"))
 
 
@@ -241,8 +240,7 @@ def _result(node: Node, found: dict[Any, Any]) -> Any:
         inverse = right._replace(factor=1 / right.factor, power=-right.power)
     if isinstance(left, int | float):
         return inverse._replace(factor=left * inverse.factor)
-    wanted = _INVERSE_UP if inverse.powers else _INVERSE
-    if left == _Rows() and _is_like(inverse, wanted) and _are_blocks(one, other):
+    if left == _Rows() and _is_scale(inverse, -1) and _are_blocks(one, other):
         return _Rows("scaled", inverse.powers)
     return None
 
@@ -255,7 +253,6 @@ def _are_blocks(rows: Any, numbers: Any) -> bool:
     return all(map(same_size, one[:-1], two[:-1]))
 
 
-def _is_like(one: _Blocks, other: _Blocks) -> bool:
-    """Return True for the same numbers but for how a constant was rounded to fp32."""
-    alike = (one.power, one.powers) == (other.power, other.powers)
-    return alike and isclose(one.factor, other.factor, rel_tol=1e-7)
+def _is_scale(number: _Blocks, power: int) -> bool:
+    """Return True for a scale to a power, but for how a constant was rounded to fp32."""
+    return number.power == power and isclose(number.factor, 1.0, rel_tol=1e-7)

@@ -111,12 +111,12 @@ def _kind_of(
     kind: list[Any] = [offset, *tensors, None, *into]
     present: list[torch.Tensor] = []
     for given in (*tensors.values(), *into.values()):
-        if type(given) in PLAIN_TYPES and not given.is_nested:
+        if type(given) in PLAIN_TYPES:
             present.append(given)
             kind.append(torch.Tensor)  # in its place
         elif _is_tensor(given):
             return (), present
         else:
             kind.append(given)
-    kind += [given.shape for given in present[:1]]
+    kind += [given.shape for given in present[:1] if not given.is_nested]  # it may have none
     return tuple(kind), present
