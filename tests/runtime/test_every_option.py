@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import normforge
 from normforge import batch_invariant, layernorm, quantized
-from normforge.frontends.library import namespace
 from tests.support.entry_points import randn
+from tests.support.operators import Operators
 
 M, H, N = 16, 4, 128
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -80,15 +79,11 @@ OTHERS: Given = {
 """Another value of every option, by name."""
 
 
-def norm_of(version: str) -> Any:
-    norm: Any = batch_invariant.rms_norm
-    return norm.__self__.matching(version)
-
-
 def calls() -> dict[str, tuple[Callable[..., Any], Given]]:
     """Return the functions, each with its arguments, by name. The arguments of one function with
     and without some options are two calls."""
-    matching = norm_of("vllm-triton3.7")
+    norm: Any = batch_invariant.rms_norm
+    matching = norm.__self__.matching("vllm-triton3.7")
     gated = {**NORM, "z": rows(13)}
     found: dict[str, tuple[Callable[..., Any], Given]] = {
         "rms_norm_gated": (normforge.rms_norm_gated, gated),
@@ -131,18 +126,6 @@ def calls() -> dict[str, tuple[Callable[..., Any], Given]]:
 CALLS = calls()
 
 
-class Seen(TorchDispatchMode):
-    """A mode that only looks on, at the operators of packages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ours: list[str] = []
-
-    def __torch_dispatch__(self, run: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.ours += [str(run)] * (run.namespace == namespace)
-        return run(*args, **(kwargs or {}))
-
-
 def results(run: Callable[..., Any], given: Given) -> list[Any]:
     """Return what a call of copies gives: of each result the dtype, the numbers and the argument
     whose memory it is."""
@@ -160,7 +143,7 @@ def results(run: Callable[..., Any], given: Given) -> list[Any]:
 def test_every_option_counts(name: str, seen: bool) -> None:
     run, given = CALLS[name]
     lost = []
-    with torch.no_grad(), Seen() if seen else torch.no_grad():
+    with torch.no_grad(), Operators() if seen else torch.no_grad():
         before = results(run, given)
         for parameter in inspect.signature(run).parameters.values():
             option = parameter.name
@@ -187,6 +170,6 @@ def test_modes_see_one_operator(name: str, grad: bool) -> None:
         else v
         for n, v in given.items()
     }
-    with Seen() as seen:
+    with Operators() as seen:
         run(**leaves)
-    assert len(seen.ours) == (name != "rms_norm_gated"), seen.ours
+    assert len(seen.of_packages) == (name != "rms_norm_gated"), seen.of_packages

@@ -21,12 +21,16 @@ def by_quotient(y: torch.Tensor) -> Pair:
     return (blocks / scale).to(E4M3).flatten(-2), scale.squeeze(-1)
 
 
-def by_reciprocal(y: torch.Tensor) -> Pair:
-    """DeepGEMM's."""
+def _by_reciprocal_of(y: torch.Tensor, rounded: Callable[[torch.Tensor], torch.Tensor]) -> Pair:
     view = y.view(M, -1, 128)
     amax = view.abs().float().amax(dim=2).view(M, -1).clamp(1e-4)
-    scale = amax / LARGEST
+    scale = rounded(amax / LARGEST)
     return (view * (1.0 / scale.unsqueeze(2))).to(E4M3).view(M, N), scale
+
+
+def by_reciprocal(y: torch.Tensor) -> Pair:
+    """DeepGEMM's."""
+    return _by_reciprocal_of(y, lambda s: s)
 
 
 def by_inverse(y: torch.Tensor) -> Pair:
@@ -51,22 +55,15 @@ def by_product(y: torch.Tensor) -> Pair:
     return torch.div(tiles, scale).to(E4M3).reshape(y.shape), scale.reshape(M, -1)
 
 
-def _by_reciprocal_of(y: torch.Tensor, rounded: Callable[[torch.Tensor], torch.Tensor]) -> Pair:
-    view = y.view(M, -1, 128)
-    amax = view.abs().float().amax(dim=2).view(M, -1).clamp(1e-4)
-    scale = rounded(amax / LARGEST)
-    return (view * (1.0 / scale.unsqueeze(2))).to(E4M3).view(M, N), scale
-
-
 def by_logarithm(y: torch.Tensor) -> Pair:
     """DeepGEMM's where scales are powers of two, until 2025."""
     return _by_reciprocal_of(y, lambda s: torch.pow(2.0, torch.ceil(torch.log2(s.abs()))))
 
 
-def up_by_bits(scale: torch.Tensor) -> torch.Tensor:
+def up_by_bits(scale: torch.Tensor, mantissa: int = 0x7FFFFF, least: int = 1) -> torch.Tensor:
     bits = scale.abs().float().view(torch.int)
-    exponent = ((bits >> 23) & 0xFF) + (bits & 0x7FFFFF).bool().int()
-    return (exponent.clamp(1, 254) << 23).view(torch.float)
+    exponent = ((bits >> 23) & 0xFF) + (bits & mantissa).bool().int()
+    return (exponent.clamp(least, 254) << 23).view(torch.float)
 
 
 def by_bits(y: torch.Tensor) -> Pair:
@@ -74,11 +71,12 @@ def by_bits(y: torch.Tensor) -> Pair:
     return _by_reciprocal_of(y, up_by_bits)
 
 
-def by_carry(y: torch.Tensor) -> Pair:
-    def up(scale: torch.Tensor) -> torch.Tensor:
-        return (scale.view(torch.int32) + 0x7FFFFF & 0x7F800000).view(torch.float32)
+def _carried(scale: torch.Tensor, most: int = 0x7FFFFF, kept: int = 0x7F800000) -> torch.Tensor:
+    return (scale.view(torch.int32) + most & kept).view(torch.float32)
 
-    return _by_reciprocal_of(y, up)
+
+def by_carry(y: torch.Tensor) -> Pair:
+    return _by_reciprocal_of(y, _carried)
 
 
 def by_exponent(y: torch.Tensor) -> Pair:
@@ -316,23 +314,13 @@ OTHER_POWERS = {
     "of the largest": _to_power(lambda s: (s * LARGEST).log2().ceil().exp2() / LARGEST),
     "without the mantissa": _to_power(lambda s: ((_bits(s) >> 23) << 23).view(torch.float32)),
     "always the next": _to_power(lambda s: (((_bits(s) >> 23) + 1) << 23).view(torch.float32)),
-    "of a part of it": _to_power(
-        lambda s: (
-            ((_bits(s) >> 23) + (_bits(s) & 0x3FFFFF).bool().int()).clamp(1, 254) << 23
-        ).view(torch.float32)
-    ),
+    "of a part of it": _to_power(lambda s: up_by_bits(s, mantissa=0x3FFFFF)),
     "twice the exponent": _to_power(
         lambda s: ((_bits(s) >> 23) + (_bits(s) >> 23) << 23).view(torch.float32)
     ),
-    "a carry of a part": _to_power(
-        lambda s: (_bits(s) + 0x3FFFFF & 0x7F800000).view(torch.float32)
-    ),
-    "another carry": _to_power(lambda s: (_bits(s) + 0x7FFFFF & 0x7FC00000).view(torch.float32)),
-    "at least one": _to_power(
-        lambda s: (
-            ((_bits(s) >> 23) + (_bits(s) & 0x7FFFFF).bool().int()).clamp(127, 254) << 23
-        ).view(torch.float32)
-    ),
+    "a carry of a part": _to_power(lambda s: _carried(s, most=0x3FFFFF)),
+    "another carry": _to_power(lambda s: _carried(s, kept=0x7FC00000)),
+    "at least one": _to_power(lambda s: up_by_bits(s, least=127)),
 }
 """Scales that are powers, but not the least of two that are no smaller."""
 
