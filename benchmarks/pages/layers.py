@@ -145,8 +145,33 @@ def in_two_formats() -> str:
 
 def rope_together() -> str:
     """Tabulate the H200's kernels of rotated heads over the floor, before batches of one token had
-    a loop of their own and since, in one run."""
-    found = read("rope_together_h200")
+    a loop of their own and since."""
+    return _before_and_now("rope_together_h200")
+
+
+def rope_halves() -> str:
+    """Tabulate the H200's kernels of rows of heads over the floor, before a thread had both columns
+    of a pair and since."""
+    return _before_and_now("rope_halves_h200")
+
+
+def groups_ahead() -> str:
+    """Tabulate kernels of rows of heads over the floor, by how many batches ahead the L2 is asked
+    for cos and sin."""
+    rows = [row for row in read("groups_ahead_h200")["rows"] if "+joined" in row["shape"]]
+    ahead = list(rows[0]["ratio"])
+    lines = []
+    for row in rows:
+        operation, _, shape = row["shape"].partition(":")
+        direction = operation.removeprefix("rmsnorm_rope_")
+        lines.append((shape, direction, *(f"{row['ratio'][each]:.3f}" for each in ahead)))
+    header = ["not asked" if each == "0" else f"{each} batches" for each in ahead]
+    return table(["time over the floor", "direction", *header], lines)
+
+
+def _before_and_now(name: str) -> str:
+    """Tabulate two packages of rotated heads in one run, over the floor."""
+    found = read(name)
     lines: list[tuple[str, ...]] = []
     for direction in ("forward", "backward"):
         of = f"rmsnorm_rope_{direction}:"
@@ -229,5 +254,7 @@ LAYERS_BLOCKS: dict[str, Callable[[], str]] = {
     "fewer_instructions": fewer_instructions,
     "in_two_formats": in_two_formats,
     "rope_together": rope_together,
+    "rope_halves": rope_halves,
+    "groups_ahead": groups_ahead,
     "beside_neighbours": beside_neighbours,
 }

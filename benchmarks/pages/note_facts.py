@@ -82,6 +82,14 @@ def sent_early(dw: str, clusters: bool) -> list[float]:
     return [row["ratio"] for row in some if (row["config"]["cluster"] > 1) == clusters]
 
 
+def fewer_partials(share: int) -> list[float]:
+    """Times of kernels of which every second (share 0) or fourth CTA (1) leaves its sums over those
+    of the same where all do, under both conditions."""
+    rows = read("fewer_partials_h200")["rows"]
+    every = [row[name] for row in rows for name in ("rotation_us", "flush_us")]
+    return [some[share] / whole for _, whole, *some in every]
+
+
 def row_by_row() -> list[Any]:
     """Specs of the fallback kernels that add row by row, for want of room."""
     kernels = generated("h200", "rmsnorm_backward", "table.json")["fallback"]

@@ -58,7 +58,9 @@ KNOBS: dict[str, KnobFacts] = {
     ),
     "pipeline": KnobFacts("how rows reach the threads", ("bulk", "direct", "async", "producer")),
     "stages": KnobFacts("batches of rows under way in shared memory", range(1, 17)),
-    "threads_per_row": KnobFacts("threads that share a row", (8, 16, *range(32, 1025, 32))),
+    "threads_per_row": KnobFacts(
+        "threads that share a row", (5, 6, 7, 8, 10, 12, 14, 16, *range(32, 1025, 32))
+    ),
     "rows_per_cta": KnobFacts("teams of a CTA, each with rows of its own", range(1, 33)),
     "rows_in_flight": KnobFacts("rows that a thread works on at once", range(1, 17)),
     "vector_bytes": KnobFacts("bytes of x in one load", (2, 4, 8, 16, 32)),
@@ -88,6 +90,12 @@ KNOBS: dict[str, KnobFacts] = {
         neutral="next",
         optional=True,
     ),
+    "groups_ahead": KnobFacts(
+        "batches ahead at which the L2 is asked for what rows of a group share; 0: it is not",
+        (0, 2, 3, 4, 6, 8, 12, 16),
+        neutral=0,
+        optional=True,
+    ),
     "store_hint": KnobFacts("cache hint of the stores of dx", ("default", "streaming")),
     "form": KnobFacts(
         "whether a row of a forward stays in registers, or is read again, also as Triton adds it",
@@ -98,7 +106,7 @@ KNOBS: dict[str, KnobFacts] = {
 
 FORWARD_KNOBS: dict[str, KnobFacts] = {
     **{name: KNOBS[name] for name in ("form", "cluster", "vector_bytes", "rows_in_flight")},
-    "threads_per_row": KnobFacts("threads that share a row", (4, *KNOBS["threads_per_row"].domain)),
+    "threads_per_row": KnobFacts("threads that share a row", (4, 8, 16, *range(32, 1025, 32))),
     "rows_per_cta": KnobFacts("rows that a CTA works on at once", range(1, 129)),
     "ctas_per_sm": KnobFacts("CTAs on one SM that walk over rows, or 0: they do not", range(33)),
 }

@@ -118,7 +118,15 @@ def render(variant: Variant, *, comments: bool = True, include: bool = False) ->
     signature = variant.signature
     part = 0 if variant.rotated == variant.N else variant.rotated
     joined, rotary = (part, 0) if variant.joined else (0, part)
-    form = Form(variant.producer, variant.shifted, rotary, variant.interleaved, joined)
+    form = Form(
+        variant.producer,
+        variant.shifted,
+        rotary,
+        variant.interleaved,
+        joined,
+        variant.halves,
+        variant.groups_ahead,
+    )
     template = environment(comments).get_template(f"{variant.operation}.cu.j2")
     return template.render(
         **expressions(signature, form),
@@ -192,6 +200,10 @@ def _constants(v: Variant, comments: bool) -> list[str]:
         rows.append(("kBlockColumns", v.block_columns, "columns that share a scale"))
         rows.append(("kBlockVectors", v.block_vectors, "vectors of a thread that do"))
         rows.append(("kBlockLanes", v.block_lanes, "threads that do"))
+    if v.halves:
+        rows.append(("kBlockColumns", v.rotated, "of a head"))
+        rows.append(("kBlockVectors", 2, "of a head that a thread has"))
+        rows.append(("kBlockLanes", v.half_lanes, "threads that have some of a head"))
     if v.block_batches:
         rows.append(("kBlockBatches", v.block_batches, "batches that are added up at once"))
         rows.append(("kBlockSumsOffset", v.block_sums_offset, ""))

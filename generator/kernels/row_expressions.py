@@ -10,13 +10,17 @@ from normforge.operations.signature import Signature
 class Form(NamedTuple):
     """The kind of kernel that a fragment is for, beside a signature. shifted: rows are no whole
     vectors; rotary: so many columns of a row are rotated, 0 for all; interleaved: neighbours are
-    pairs; joined: a row is heads of so many columns, 0 for one."""
+    pairs; joined: a row is heads of so many columns, 0 for one; halves: in these, a thread has both
+    columns of every pair; ahead: batches ahead at which the L2 is asked for what rows of a group
+    share, 0 for never."""
 
     producer: bool = False
     shifted: bool = False
     rotary: int = 0
     interleaved: bool = False
     joined: int = 0
+    halves: bool = False
+    ahead: int = 0
 
 
 PLAIN = Form()
@@ -34,10 +38,13 @@ def expressions(signature: Signature, form: Form) -> dict[str, Any]:
     places = ["u", "kRowsInFlight + u", *(f"{i} * kRowsInFlight + u" for i in range(2, 4))]
     partner: dict[str, str] = {}
     column = "rows.column(j)" + " % kHead" * (form.joined > 0)
+    first_half = f"({column} < kHalf)"
+    if form.interleaved or form.halves:
+        first_half = f"({'i' if form.interleaved else 'j'} % 2 == 0)"
     found: dict[str, Any] = {
         "results": results,
         "partner": partner,
-        "first_half": "(i % 2 == 0)" if form.interleaved else f"({column} < kHalf)",
+        "first_half": first_half,
         "row_sums": [f"sum[{place}]" for place in places[: signature.row_sums]],
         "later_sums": [f"later_sum[{place}]" for place in places[: signature.later_sums]],
     }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import gcd
+from math import gcd, lcm
 from typing import Any
 
 from generator.errors import NormforgeError
@@ -76,12 +76,12 @@ class RowGeometry(ItemSizes):
 
     @property
     def team_threads(self) -> int:
-        """Threads that go through batches of rows together: those of a row, but at least a warp."""
-        return max(WARP, self["threads_per_row"])
+        """Threads that go through batches of rows together: those of a row, but whole warps."""
+        return lcm(WARP, self["threads_per_row"])
 
     @property
     def rows_abreast(self) -> int:
-        """Rows that a team works on side by side, each with a part of a warp of its own."""
+        """Rows that a team works on side by side, each with as many threads next to each other."""
         return int(self.team_threads // self["threads_per_row"])
 
     @property
@@ -108,6 +108,11 @@ class RowGeometry(ItemSizes):
     def holds_numbers(self) -> bool:
         """True when the lanes of a warp hold the rstd of many rows, and not of the next one."""
         return self.config.get("row_numbers", "next") == "held"
+
+    @property
+    def groups_ahead(self) -> int:
+        """Batches ahead at which the L2 is asked for what rows of a group share; 0: it is not."""
+        return int(self.config.get("groups_ahead", 0))
 
     @property
     def cta_threads(self) -> int:
@@ -223,11 +228,25 @@ class RowGeometry(ItemSizes):
         return self.block_columns // (self.elements * self.block_vectors)
 
     @property
+    def half_lanes(self) -> int:
+        """Threads with a vector of one half of a head each."""
+        return self.rotated // (2 * self.elements)
+
+    @property
+    def halves(self) -> bool:
+        """True when a row is heads of which a thread has vectors in pairs: one in the first half, and
+        one half a head behind it."""
+        if not self.joined or self.interleaved or self.half_lanes == 0:
+            return False
+        whole = self["threads_per_row"] % self.half_lanes == self.columns % self.rotated == 0
+        return bool(whole and self.vectors % 2 == 0 and self.idle_columns == 0)
+
+    @property
     def own_partners(self) -> bool:
         """True when a thread has both columns of a pair (kOwnPartners in pairs.cuh.j2)."""
         alone = self["cluster"] == 1 and self.idle_columns == 0
         if self.interleaved or self.joined:
-            return self.interleaved
+            return self.interleaved or self.halves
         return bool(alone and self.rotated // 2 % (self["threads_per_row"] * self.elements) == 0)
 
     @property
@@ -246,7 +265,7 @@ class RowGeometry(ItemSizes):
         rotated = min(self.vectors, ceil_div(self.rotated, step))
         if self.joined:  # kGroupVectors in groups.cuh.j2
             alike = step % (self.rotated if self.interleaved else self.rotated // 2) == 0
-            rotated = 1 if alike else self.vectors
+            rotated = 2 if self.halves else 1 if alike else self.vectors
         shared = rows * rotated * self.elements * len(self.signature.groups)
         row += shared // 2 if self.own_partners else shared
         kept = self["weight_in"] == "registers"

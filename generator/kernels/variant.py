@@ -51,6 +51,15 @@ class Variant(Geometry):
         yield waits and self["grid"] == "rows", f"'{self.strategy}' and more CTAs than fit at once"
         per_row = self["threads_per_row"]
         yield cluster > 1 and per_row < WARP, "a cluster with rows of less than a warp"
+        # Lanes exchange what they have in butterflies, which such rows do not fit.
+        uneven = per_row < WARP and WARP % per_row > 0
+        signature = self.signature
+        exchanges = self.sums.row_sums + self.sums.column_sums > 0 or signature.scales is not None
+        exchanges |= bool(signature.paired) and not self.own_partners
+        yield (
+            uneven and exchanges,
+            f"{per_row} threads for a row, of which lanes need others' columns",
+        )
         again = self["reload"] == "smem" or self.run_rows > 0
         yield self.early_sums and again, "early sums, and rows that are read again or in runs"
         unknown = self.early_sums and not may_add_early(self.operation)
@@ -61,6 +70,8 @@ class Variant(Geometry):
         yield crowded, f"a producer and {self.teams} teams, which need a barrier each and one more"
         held = self.producer and WARP % self["rows_in_flight"] == 0
         yield self.holds_numbers and not held, "numbers of rows that are held without a producer"
+        never = self.groups_ahead > 0 and not (staged and self.signature.groups)
+        yield never, "numbers of groups that are asked for ahead of rows that are not"
         # Others take the number of columns of a CTA for a constant, or for that of the whole row.
         any_row = self.teams == 1 and self.elements % 4 == 0 and self["pipeline"] != "bulk"
         any_row &= self.strategy.way == "second_kernel" and not self.run_rows
@@ -78,7 +89,8 @@ class Variant(Geometry):
         yield block > 1 and self.elements % 2 > 0, "FP8 in vectors of one element: two are stored"
         ahead = self["stages"] - (self["reload"] == "smem")
         yield staged and ahead < 1, "stages that are all in use while rows are read again"
-        yield per_row > WARP and self.teams > _NAMED_BARRIERS, "more teams than named barriers"
+        in_warps = self.team_threads > WARP
+        yield in_warps and self.teams > _NAMED_BARRIERS, "more teams than named barriers"
 
     def __str__(self) -> str:
         return self.id

@@ -179,3 +179,10 @@ def test_cudnn_over_usual_stores(folder: Path) -> None:
 def test_a_span_is_from_the_least_to_the_most() -> None:
     assert notes.span([2.0, 1.0, 3.0], 1) == "1.0 to 3.0"
     assert notes.span([-0.5, 0.25], sign="+") == "-0.50 to +0.25"
+
+
+def test_sums_that_fewer_ctas_leave(folder: Path) -> None:
+    """A row has the floor, all sums, every second and every fourth, under both conditions."""
+    rows = [{"rotation_us": [9.0, 10.0, 9.5, 11.0], "flush_us": [19.0, 20.0, 22.0, 15.0]}]
+    write(folder, "fewer_partials_h200", {"rows": rows})
+    assert notes.fewer_partials(0) == [0.95, 1.1] and notes.fewer_partials(1) == [1.1, 0.75]

@@ -37,28 +37,34 @@ def test_deterministic_reduction_gives_one_set_of_right_bits(
 
 
 @pytest.mark.parametrize(
-    ("shape", "threads_per_row"),
+    ("shape", "threads_per_row", "partners"),
     [
-        *(("61x1024:bf16+joined128", threads) for threads in (32, 64, 128)),  # a shuffle away
-        ("61x256:bf16+joined128", 8),  # read again: a head lies in more than the row's threads
-        ("61x1024:bf16+joined64", 32),
-        ("45x1280:bf16+joined128", 64),  # the last vectors of some threads have no columns
-        ("45x768:bf16+joined256", 32),
-        ("45x1024:fp16:fp32+offset+joined512", 64),  # read again: of two warps
-        ("61x384:bf16+joined96", 32),  # read again: no power of two
-        ("45x512:fp32+joined128", 128),
-        ("45x256:fp32:fp32+offset+joined64", 16),
-        ("70x64:bf16+joined32", 8),  # several rows in a warp
-        *(("61x1024:bf16+joined128+interleaved", threads) for threads in (32, 128)),
-        ("61x384:bf16+joined96+interleaved", 32),  # the numbers of each vector are others
-        ("45x256:fp32+offset+joined64+interleaved", 16),
+        *(("61x1024:bf16+joined128", threads, "own") for threads in (32, 64)),
+        ("61x256:bf16+joined128", 8, "own"),
+        ("61x1024:bf16+joined64", 32, "own"),
+        ("45x1024:fp16:fp32+offset+joined512", 64, "own"),
+        ("45x256:fp32:fp32+offset+joined64", 16, "own"),
+        ("61x1280:bf16+joined128", 160, "shuffled"),
+        ("61x1024:bf16+joined128", 128, "shuffled"),
+        ("45x1280:bf16+joined128", 64, "shuffled"),  # some threads have a vector less
+        ("45x768:bf16+joined256", 32, "shuffled"),
+        ("45x512:fp32+joined128", 128, "shuffled"),
+        ("70x64:bf16+joined32", 8, "shuffled"),  # several rows in a warp
+        ("45x1024:bf16+joined512", 128, "read again"),  # of two warps
+        ("61x384:bf16+joined96", 32, "read again"),  # no power of two
+        *(("61x1024:bf16+joined128+interleaved", threads, "own") for threads in (32, 128)),
+        ("61x384:bf16+joined96+interleaved", 32, "own"),  # the numbers of each vector are others
+        ("45x256:fp32+offset+joined64+interleaved", 16, "own"),
     ],
 )
 @of_name
-def test_rows_of_heads(name: str, shape: str, threads_per_row: int, target: Target) -> None:
+def test_rows_of_heads(
+    name: str, shape: str, threads_per_row: int, partners: str, target: Target
+) -> None:
     problem = Problem.parse(shape, name)
     variant = of_heads(problem, target, threads_per_row)
     assert variant["threads_per_row"] == threads_per_row
+    assert variant.own_partners == (partners == "own")
     assert check_variant(variant, problem, schedules=3, all_rows=True).problems == ()
 
 
@@ -76,7 +82,7 @@ def test_a_cluster_shares_rows_of_heads(name: str, head: int, target: Target) ->
 @of_name
 def test_shuffled_partners_are_those_that_are_read(name: str, target: Target) -> None:
     problem = Problem.parse("61x1024:bf16+joined128", name)
-    variant = of_heads(problem, target, 64)
+    variant = of_heads(problem, target, 128)
     source = render(variant)
     read_again = source.replace("kColumns % kHead == 0 &&", "kVectors < 0 &&")
     assert read_again != source
@@ -105,20 +111,24 @@ def test_rows_share_numbers_of_either_dtype(
     assert not any(torch.equal(found[out], other[out]) for out in found)
 
 
-BF16, FP32, ODD = ("512:bf16+joined128", 32), ("256:fp32+joined128", 16), ("384:bf16+joined192", 32)
+OWN, SHUFFLED = ("1024:bf16+joined128", 32), ("512:bf16+joined128", 64)
+READ, ODD = ("384:bf16+joined96", 32), ("384:bf16+joined192", 32)
 PAIRS, ODD_PAIRS = ("512:bf16+joined128+interleaved", 32), ("384:bf16+joined96+interleaved", 32)
 
 
 @pytest.mark.parametrize(
     ("name", "old", "new", "found", "of"),
     [
-        (FORWARD, "column % kHalf", "column % kHead", r"reads \d+ bytes at (cos|sin)\[", BF16),
-        (FORWARD, "rows.column(j) % kHead < kHalf", "rows.column(j) < kHalf", r"y\[", BF16),
-        (BACKWARD, "rows.column(j) % kHead < kHalf", "rows.column(j) < kHalf", r"dx\[", BF16),
-        (BACKWARD, "kHeadVectors / 2)", "1)", r"dx\[.* are off", BF16),
+        (FORWARD, "column % kHalf", "column % kHead", r"reads \d+ bytes at (cos|sin)\[", SHUFFLED),
+        (FORWARD, "rows.column(j) % kHead < kHalf", "rows.column(j) < kHalf", r"y\[", SHUFFLED),
+        (BACKWARD, "rows.column(j) % kHead < kHalf", "rows.column(j) < kHalf", r"dx\[", SHUFFLED),
+        (BACKWARD, "kHeadVectors / 2)", "1)", r"dx\[.* are off", SHUFFLED),
+        (FORWARD, "(j % 2 == 0) ? -", "(j % 2 == 1) ? -", r"y\[.* are off", OWN),
+        (BACKWARD, "return j ^ 1;", "return j;", r"dx\[.* are off", OWN),
+        (FORWARD, "y_to + Rows::distance(j)", "y_to + j * 256", r"y\[", OWN),
+        (BACKWARD, "kBlockVectors * kBlockLanes)", "kBlockVectors * 4)", r"dx\[", OWN),
         (BACKWARD, "kElements % kHalf == 0 ? 1", "kElements > 0 ? 1", r"dx\[.* are off", ODD),
-        (FORWARD, "kThreadsPerRow % kHeadVectors == 0 &&", "", r"y\[.* are off", FP32),
-        (FORWARD, "column % kHead < kHalf ? column + kHalf", "false ? 0", r"reads|y\[", FP32),
+        (FORWARD, "column % kHead < kHalf ? column + kHalf", "false ? 0", r"reads|y\[", READ),
         (FORWARD, "column % kHead / 2", "column / 2", r"reads \d+ bytes at (cos|sin)\[", PAIRS),
         (BACKWARD, "kElements % kHead == 0 ? 1", "kElements > 0 ? 1", r"dx\[", ODD_PAIRS),
     ],
@@ -146,11 +156,13 @@ def test_numbers_of_each_vector_take_registers(name: str, target: Target) -> Non
     assert three.register_estimate - one.register_estimate == 2 * 2 * 8
 
 
-def test_it_is_what_olmo_computes(target: Target) -> None:
+@pytest.mark.parametrize("threads_per_row", [32, 128])
+def test_it_is_what_olmo_computes(threads_per_row: int, target: Target) -> None:
     """A norm of the whole row, then rotate_half of each head, as model code has it."""
     problem = Problem.parse("64x512:fp32+joined128", FORWARD)
     inputs = OPERATIONS[FORWARD].make_inputs(problem, CPU)
-    found = run_to_one_result(of_heads(problem, target, 32), inputs)["y"].double()
+    variant = of_heads(problem, target, threads_per_row)
+    found = run_to_one_result(variant, inputs)["y"].double()
     n = torch.nn.functional.rms_norm(inputs.x.double(), (512,), inputs.weight.double(), inputs.eps)
     heads = n.view(64, 4, 128)
     cos, sin = (torch.cat((one, one), -1).double()[:, None] for one in (inputs.cos, inputs.sin))

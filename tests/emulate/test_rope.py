@@ -57,6 +57,15 @@ def test_every_schedule_gives_one_set_of_right_bits(
         ("45x65:bf16+rotary64", 32),
         *(("77x256:bf16+rotary64+interleaved", threads) for threads in (8, 32)),
         ("61x34:bf16+rotary14+interleaved", 8),
+        # Rows that lie across warps, of which each thread has both columns of every pair.
+        ("203x96:bf16", 6),
+        ("192x96:bf16", 6),  # batches of one group
+        ("77x80:fp16", 5),
+        ("45x96:fp32", 12),
+        ("61x112:bf16", 7),
+        ("77x160:bf16+interleaved", 10),
+        ("45x192:bf16+rotary96", 6),
+        ("77x224:bf16", 14),
     ],
 )
 @pytest.mark.parametrize("sign", [1.0, -1.0])

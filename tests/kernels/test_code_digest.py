@@ -175,6 +175,8 @@ RETUNED = {
     **dict.fromkeys(("rmsnorm_fp8", "rmsnorm_mxfp8"), "2026-11-29T09:00"),
 }
 """When the templates of such operations were changed last, and tuned for again."""
+HALVES = "2026-11-30T17:00"
+"""When threads of rows of heads got both columns of every pair."""
 
 
 def test_committed_studies_are_of_todays_code(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +186,7 @@ def test_committed_studies_are_of_todays_code(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(module, "_digests", {})
     neutral = {name: facts.neutral for name, facts in KNOBS.items() if facts.neutral is not None}
     names = [entry["study_name"] for entry in committed(0)]
-    assert len(names) == 505 and sum(name.startswith("layernorm_b") for name in names) == 47
+    assert len(names) == 506 and sum(name.startswith("layernorm_b") for name in names) == 47
     for entry in committed(4, step=100):
         problem = Problem.parse(names[entry["study_id"]].partition("@")[0])
         changed = (at for kind, at in RETUNED.items() if problem.operation.startswith(kind))
@@ -196,7 +198,9 @@ def test_committed_studies_are_of_todays_code(monkeypatch: pytest.MonkeyPatch) -
         assert without_space(names[entry["study_id"]]) == study_name(problem, TARGET, "measured")
         variant = kernel_of(config, problem)
         # Kernels with a producer were tried before their templates were changed.
-        if not (isinstance(variant, Variant) and (variant.run_rows or variant.producer)):
+        later = isinstance(variant, Variant) and (variant.run_rows or variant.producer)
+        halved = isinstance(variant, Variant) and variant.halves
+        if not later and not (halved and entry["datetime_complete"] < HALVES):
             assert code_digest(variant, TARGET.arch) == entry["user_attrs"]["code"]
 
 

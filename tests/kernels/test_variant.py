@@ -291,6 +291,8 @@ ANY_ROW: dict[str, int | str] = {
         (4096, True, {"pipeline": "bulk", "stages": 1, "reload": "smem"}, "stages that are all"),
         (4096, True, {"pipeline": "async", "stages": 1, "reload": "smem"}, "stages that are all"),
         (4096, True, {"threads_per_row": 64, "rows_per_cta": 16}, "more teams than named barriers"),
+        (96, True, {"threads_per_row": 6}, "6 threads for a row, of which lanes need others'"),
+        (4096, True, {"pipeline": "bulk", "groups_ahead": 2}, "numbers of groups that are asked"),
     ],
 )
 def test_what_no_template_can_serve_is_refused(
@@ -474,3 +476,23 @@ def test_identity_covers_the_row_length_the_dtypes_and_exactness() -> None:
     assert len(ids) == 5
     assert str(v) == v.id
     assert v.id.startswith("column_slices_direct_n1024_bf16_128x2_")
+
+
+def test_threads_that_do_not_divide_a_warp_have_both_columns_of_a_pair() -> None:
+    """Six threads have twelve vectors of a head, two each, and three warps sixteen heads. Twelve have
+    one each, whose partner another lane has."""
+    target = find_target("h200")
+    v = plain_variant(
+        Problem.parse("4096x96:bf16", "rope"), target, threads_per_row=6, rows_per_cta=4
+    )
+    assert (v.team_threads, v.rows_abreast, v.threads, v.vectors) == (96, 16, 384, 2)
+    assert v.own_partners and v.spec(132).batch_rows == 16
+    for changed in ({"threads_per_row": 12}, {"threads_per_row": 5}):
+        with pytest.raises(NormforgeError, match="lanes need others' columns"):
+            replace(v, config={**v.config, **changed})
+    crowded = {"threads_per_row": 6, "rows_per_cta": 16}
+    with pytest.raises(NormforgeError, match="more teams than named barriers"):
+        replace(v, config={**v.config, **crowded})
+    of_ahead = {"pipeline": "direct", "groups_ahead": 4}
+    with pytest.raises(NormforgeError, match="numbers of groups that are asked for ahead"):
+        replace(v, config={**v.config, **of_ahead})

@@ -32,7 +32,9 @@ def fitting(name: str, shape: str) -> str:
 
 
 def of_heads(problem: Problem, target: Target, threads_per_row: int) -> Variant:
-    return small(problem, target, threads_per_row=threads_per_row, rows_per_cta=8)
+    """A config with several teams, whose rows are shared by so many threads each."""
+    teams = 8 if threads_per_row in (8, 16, 32, 64, 128) else 4
+    return small(problem, target, threads_per_row=threads_per_row, rows_per_cta=teams)
 
 
 def fault_of(variant: Variant, problem: Problem, inputs: Any) -> str:

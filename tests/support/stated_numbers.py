@@ -268,6 +268,8 @@ def lab_notes() -> list[str]:
         f" {geometric_mean(hints['bulk']):.3f}, of {len(hints['bulk'])} shapes",
         f"times {span(notes.sent_early('first pass', clusters=False))},"
         f" in clusters {span(notes.sent_early('first pass', clusters=True))}",
+        f"times {span(notes.fewer_partials(0))} with every second,"
+        f" {span(notes.fewer_partials(1))} with every fourth",
         f"times {span(notes.sent_early('while row sums are exchanged', clusters=True))}:",
         f"has {over_floor(compared['4096x16384:fp16']):.3f} of the floor,"
         f" after {slow.result.ratio:.3f} in the finals on another GPU. Its study has {slow.trials}",

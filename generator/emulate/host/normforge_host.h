@@ -123,6 +123,7 @@ template <int kBytes> DEVICE Packet<kBytes> load_weight(const void* from, AT_LIN
   input_read(kInputColumns, from, kBytes, line);
   return read_packet<kBytes>(from);
 }
+DEVICE void prefetch_l2(const void* from, AT_LINE) { input_read(kInputColumns, from, 1, line); }
 DEVICE float load_rstd(const float* from, AT_LINE) {
   input_read(kInputRow, from, 4, line);
   return *from;

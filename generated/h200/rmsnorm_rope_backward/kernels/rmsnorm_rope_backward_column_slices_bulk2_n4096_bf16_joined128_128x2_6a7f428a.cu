@@ -43,6 +43,9 @@ constexpr int kSumsOffset = 32;  // bytes into shared memory
 constexpr int kWeightOffset = 160;  // bytes into shared memory; not args.weight_offset
 constexpr int kBroadcastOffset = 160;
 constexpr int kTilesOffset = 33024;
+constexpr int kBlockColumns = 128;  // of a head
+constexpr int kBlockVectors = 2;  // of a head that a thread has
+constexpr int kBlockLanes = 8;  // threads that have some of a head
 constexpr int kBlockBatches = 16;  // batches that are added up at once
 constexpr int kBlockSumsOffset = 176;
 #define ROW_LOAD ".nc"
@@ -109,8 +112,14 @@ struct Rows {
   // group shares is fp32. Constants where it matters: the loop over the batches has a copy for each case.
   bool together = false, wide = true;
 
+  // The columns from a thread's first vector to another one. A block is a head: the thread's two vectors of
+  // it are half a head apart, and neighbouring threads have neighbouring vectors.
+  DEVICE static constexpr int distance(int vector) {
+    return (vector / kBlockVectors * kBlockVectors * kThreadsPerRow + vector % kBlockVectors * kBlockLanes) * kElements;
+  }
   DEVICE int column(int vector) const {
-    return first_column + (vector * kThreadsPerRow + static_cast<int>(row_thread())) * kElements;
+    const int thread = static_cast<int>(row_thread()), block = thread / kBlockLanes, lane = thread % kBlockLanes;
+    return first_column + block * kBlockColumns + lane * kElements + distance(vector);
   }
   // Whether the row extends into the thread's vector that begins at this column. A kernel for many N
   // checks only vectors past the smallest N (in a cluster, all), since a check costs as much as an
@@ -246,25 +255,19 @@ struct RowPipeline {
 // ---- Pairs of columns ---------------------------------------------------------------------------
 // A row is heads of kHead columns. In each of them, i and i + kHead / 2 are a pair. A vector lies in one half
 // of a head, so its partner is a vector.
-//
-// Where the vectors of every head lie in lanes of a warp, side by side, the partner is one shuffle away.
-// Otherwise it is read a second time, from global memory: the row has been asked for just before, so a
-// cache has it.
+// Vectors 2k and 2k + 1 of a thread are those of one head: the first lies in its first half, and the second
+// is the partner.
 // Memory ordering. Nothing but registers is exchanged, and what is read a second time is an input that
 // nobody writes: an output may not be the memory of a tensor that is read in pairs.
 
 constexpr int kHead = 128, kHalf = kHead / 2;
 static_assert(kExact && kHead % (2 * kElements) == 0, "a vector lies in one half of a head");
 static_assert(kRowColumns % kHead == 0, "a row is whole heads");
-constexpr int kHeadVectors = kHead / kElements;
-constexpr bool kOwnPartners = false;
-// Vector t + j * kThreadsPerRow of the CTA's columns is vector j of thread t. Where both kColumns and these
-// threads are of whole heads, and as many vectors as a head has divide a warp, a head's vectors lie in that
-// many lanes from a multiple of it on. Lanes without a vector have no partner with one.
-constexpr bool kPartnersInWarp =
-    kColumns % kHead == 0 && kThreadsPerRow % kHeadVectors == 0 && 32 % kHeadVectors == 0;
+constexpr bool kOwnPartners = true, kPartnersInWarp = false;
 
 DEVICE int partner_of(int column) { return column % kHead < kHalf ? column + kHalf : column - kHalf; }
+// Which vector of the thread is the partner of `j`.
+DEVICE constexpr int own_partner(int j) { return j ^ 1; }
 
 // The partners of all vectors of a batch; `at` is where a tensor has a row and column. All lanes of a
 // warp come here together: teams are whole warps, and all their threads go through every batch.
@@ -276,12 +279,12 @@ DEVICE void read_partners(RowPacket (&into)[kRowsInFlight][kVectors],
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       if constexpr (kOwnPartners) {
-        into[u][j] = own[u][(j + kVectors / 2) % kVectors];
+        into[u][j] = own[u][own_partner(j)];
       } else if constexpr (kPartnersInWarp) {
 #pragma unroll
         for (int k = 0; k < (kVectorBytes + 3) / 4; ++k)
           into[u][j].words[k] = __float_as_uint(
-              shuffle_xor(__uint_as_float(own[u][j].words[k]), kHeadVectors / 2));
+              shuffle_xor(__uint_as_float(own[u][j].words[k]), kThreadsPerRow / 2));
       } else {
         const long long row = row_of(batch, u);
         const int column = rows.column(j);
@@ -300,8 +303,7 @@ DEVICE void read_partners(RowPacket (&into)[kRowsInFlight][kVectors],
 // Words of fp32 numbers, or in front those of the rows' dtype: what they mean is decided where they are
 // used, so that nothing waits for them before.
 using GroupPacket = Packet<4 * kElements>;
-// Where a thread's vectors are whole halves apart, all have the same.
-constexpr int kGroupVectors = kThreadsPerRow * kElements % kHalf == 0 ? 1 : kVectors;
+constexpr int kGroupVectors = 1;  // all vectors of a thread lie at the same place in a half
 
 DEVICE unsigned quotient(unsigned number, long long factor) {
   return static_cast<unsigned>((static_cast<unsigned long long>(factor) * number) >> 32);
@@ -435,7 +437,7 @@ extern "C" __global__ void  rmsnorm_rope_backward(ARGUMENTS(Arguments, args)) {
         const Packet<kWeightBytes> w = weights[j];
 #pragma unroll
         for (int i = 0; i < kElements; ++i) {
-          const float dn = __fmaf_rn(element<Element>(dys[u][j].words, i), group_number(cos_words[rows.together ? 0 : u][j % kGroupVectors], i, rows.wide), __fmul_rn((rows.column(j) % kHead < kHalf) ? element<Element>(partner_dys[u][j].words, i) : -element<Element>(partner_dys[u][j].words, i), group_number(sin_words[rows.together ? 0 : u][j % kGroupVectors], i, rows.wide)));
+          const float dn = __fmaf_rn(element<Element>(dys[u][j].words, i), group_number(cos_words[rows.together ? 0 : u][j % kGroupVectors], i, rows.wide), __fmul_rn((j % 2 == 0) ? element<Element>(partner_dys[u][j].words, i) : -element<Element>(partner_dys[u][j].words, i), group_number(sin_words[rows.together ? 0 : u][j % kGroupVectors], i, rows.wide)));
           // Of x^2, and of x * w * the gradient of what is normalized.
           sum[u] = __fmaf_rn(element<Element>(xs[u][j].words, i), element<Element>(xs[u][j].words, i), sum[u]);
           sum[kRowsInFlight + u] = __fmaf_rn(element<Element>(xs[u][j].words, i), __fmul_rn(weight_of(w, i, args.weight_offset), dn), sum[kRowsInFlight + u]);
@@ -462,14 +464,14 @@ extern "C" __global__ void  rmsnorm_rope_backward(ARGUMENTS(Arguments, args)) {
         float out[kElements];
 #pragma unroll
         for (int i = 0; i < kElements; ++i) {
-          const float xe = element<Element>(xs[u][j].words, i), scaled = __fmul_rn(rstd, __fmaf_rn(element<Element>(dys[u][j].words, i), group_number(cos_words[rows.together ? 0 : u][j % kGroupVectors], i, rows.wide), __fmul_rn((rows.column(j) % kHead < kHalf) ? element<Element>(partner_dys[u][j].words, i) : -element<Element>(partner_dys[u][j].words, i), group_number(sin_words[rows.together ? 0 : u][j % kGroupVectors], i, rows.wide))));  // rstd * dn
+          const float xe = element<Element>(xs[u][j].words, i), scaled = __fmul_rn(rstd, __fmaf_rn(element<Element>(dys[u][j].words, i), group_number(cos_words[rows.together ? 0 : u][j % kGroupVectors], i, rows.wide), __fmul_rn((j % 2 == 0) ? element<Element>(partner_dys[u][j].words, i) : -element<Element>(partner_dys[u][j].words, i), group_number(sin_words[rows.together ? 0 : u][j % kGroupVectors], i, rows.wide))));  // rstd * dn
           out[i] = __fmaf_rn(weight_of(w, i, args.weight_offset), scaled, __fmul_rn(correction, xe));
           partial[j][i] = __fmaf_rn(xe, scaled, partial[j][i]);
         }
         if (args.dx != nullptr && rows.has(row) && rows.owns(j, column)) {
           RowPacket packet;
           narrow<Element, kElements>(packet.words, out);
-          store_row<kVectorBytes>(dx_to + j * kThreadsPerRow * kElements, packet);
+          store_row<kVectorBytes>(dx_to + Rows::distance(j), packet);
         }
       }
     }

@@ -1,4 +1,4 @@
-// rmsnorm_rope_forward_none_async3_n5120_bf16_joined128_128x1_da667bd3
+// rmsnorm_rope_forward_none_async4_n2048_bf16_joined128_32x2_a847fa36
 //
 // y = n * cos + rotate_half(n) * sin with n = rmsnorm(x) * w, and rotate_half(n) = -n of the
 // second half of a row in front of n of the first.
@@ -10,25 +10,25 @@
 // ---- Config ---------------------------------------------------------------------------------
 
 constexpr bool kExact = true;  // N is a constant
-constexpr int kRowColumns = 5120;  // N
-constexpr int kColumns = 5120;  // columns of one CTA
+constexpr int kRowColumns = 2048;  // N
+constexpr int kColumns = 2048;  // columns of one CTA
 constexpr int kCluster = 1;  // CTAs that share a row
-constexpr int kThreadsPerRow = 128;
-constexpr int kTeamThreads = 128;  // those of a row, but at least a warp
+constexpr int kThreadsPerRow = 32;
+constexpr int kTeamThreads = 32;  // those of a row, but at least a warp
 constexpr int kRowsAbreast = 1;  // rows that parts of a warp work on side by side
-constexpr int kTeams = 1;  // of a CTA, each with rows of its own
-constexpr int kThreads = 128;  // of one CTA
+constexpr int kTeams = 2;  // of a CTA, each with rows of its own
+constexpr int kThreads = 64;  // of one CTA
 constexpr int kRowsInFlight = 1;  // rows that a thread works on at once
 constexpr int kBatchRows = 1;  // rows of a batch: kRowsInFlight * kRowsAbreast
-constexpr int kStages = 3;  // batches under way in shared memory
+constexpr int kStages = 4;  // batches under way in shared memory
 constexpr int kStageBarriers = 0;  // transaction barriers of one team's stages
-constexpr int kReload = 0;  // x and dy are read again for dx
+constexpr int kReload = 1;  // x and dy are read again for dx
 constexpr int kVectorBytes = 16;
 constexpr int kElements = 8;  // elements of x in a vector
-constexpr int kVectors = 5;  // vectors of a row in one thread
-constexpr int kWarpsPerRow = 4;
+constexpr int kVectors = 8;  // vectors of a row in one thread
+constexpr int kWarpsPerRow = 1;
 constexpr int kWeightBytes = 16;  // of the weight for one vector of x
-constexpr int kRowBytes = 10240;  // of one CTA's part of a row of x
+constexpr int kRowBytes = 4096;  // of one CTA's part of a row of x
 constexpr int kOffset = 0;  // a number is added to the weight
 constexpr int kResidual = 0;  // the residual's gradient is added to dx
 constexpr int kResidualBytes = 16;  // beside a vector
@@ -38,16 +38,19 @@ constexpr int kTailColumns = 0;  // columns of dw that a CTA of the tail sums at
 constexpr int kLevels = 1;
 constexpr int kSumThreads = 0;  // of one CTA of the second kernel
 constexpr int kSumsOffset = 0;  // bytes into shared memory
-constexpr int kWeightOffset = 32;  // bytes into shared memory; not args.weight_offset
-constexpr int kBroadcastOffset = 32;
+constexpr int kWeightOffset = 0;  // bytes into shared memory; not args.weight_offset
+constexpr int kBroadcastOffset = 0;
 constexpr int kTilesOffset = 128;
+constexpr int kBlockColumns = 128;  // of a head
+constexpr int kBlockVectors = 2;  // of a head that a thread has
+constexpr int kBlockLanes = 8;  // threads that have some of a head
 #define ROW_LOAD ".nc"
 // Rows are asked for with a priority in the L2.
 #define ROW_POLICY ".reg .b64 policy; createpolicy.fractional.L2::evict_last.b64 policy, 1.0; "
 #define ROW_HINT ".L2::cache_hint"
 #define ROW_OPERAND ", policy"
-#define ROW_STORE ".cs"
-#define LEAST_COLUMNS 5120  // of a row
+#define ROW_STORE ""
+#define LEAST_COLUMNS 2048  // of a row
 
 #include "primitives.cuh"
 
@@ -103,8 +106,14 @@ struct Rows {
   // group shares is fp32. Constants where it matters: the loop over the batches has a copy for each case.
   bool together = false, wide = true;
 
+  // The columns from a thread's first vector to another one. A block is a head: the thread's two vectors of
+  // it are half a head apart, and neighbouring threads have neighbouring vectors.
+  DEVICE static constexpr int distance(int vector) {
+    return (vector / kBlockVectors * kBlockVectors * kThreadsPerRow + vector % kBlockVectors * kBlockLanes) * kElements;
+  }
   DEVICE int column(int vector) const {
-    return first_column + (vector * kThreadsPerRow + static_cast<int>(row_thread())) * kElements;
+    const int thread = static_cast<int>(row_thread()), block = thread / kBlockLanes, lane = thread % kBlockLanes;
+    return first_column + block * kBlockColumns + lane * kElements + distance(vector);
   }
   // Whether the row extends into the thread's vector that begins at this column. A kernel for many N
   // checks only vectors past the smallest N (in a cluster, all), since a check costs as much as an
@@ -181,7 +190,7 @@ struct RowPipeline {
       for (int j = 0; j < kVectors; ++j) {
         const int column = rows.column(j);
         if (exists && rows.owns(j, column)) {
-          copy_async<kVectorBytes>(slot(into, 0, u, j), x_from + j * kThreadsPerRow * kElements);
+          copy_async<kVectorBytes>(slot(into, 0, u, j), x_from + Rows::distance(j));
         }
       }
     }
@@ -219,25 +228,19 @@ struct RowPipeline {
 // ---- Pairs of columns ---------------------------------------------------------------------------
 // A row is heads of kHead columns. In each of them, i and i + kHead / 2 are a pair. A vector lies in one half
 // of a head, so its partner is a vector.
-//
-// Where the vectors of every head lie in lanes of a warp, side by side, the partner is one shuffle away.
-// Otherwise it is read a second time, from global memory: the row has been asked for just before, so a
-// cache has it.
+// Vectors 2k and 2k + 1 of a thread are those of one head: the first lies in its first half, and the second
+// is the partner.
 // Memory ordering. Nothing but registers is exchanged, and what is read a second time is an input that
 // nobody writes: an output may not be the memory of a tensor that is read in pairs.
 
 constexpr int kHead = 128, kHalf = kHead / 2;
 static_assert(kExact && kHead % (2 * kElements) == 0, "a vector lies in one half of a head");
 static_assert(kRowColumns % kHead == 0, "a row is whole heads");
-constexpr int kHeadVectors = kHead / kElements;
-constexpr bool kOwnPartners = false;
-// Vector t + j * kThreadsPerRow of the CTA's columns is vector j of thread t. Where both kColumns and these
-// threads are of whole heads, and as many vectors as a head has divide a warp, a head's vectors lie in that
-// many lanes from a multiple of it on. Lanes without a vector have no partner with one.
-constexpr bool kPartnersInWarp =
-    kColumns % kHead == 0 && kThreadsPerRow % kHeadVectors == 0 && 32 % kHeadVectors == 0;
+constexpr bool kOwnPartners = true, kPartnersInWarp = false;
 
 DEVICE int partner_of(int column) { return column % kHead < kHalf ? column + kHalf : column - kHalf; }
+// Which vector of the thread is the partner of `j`.
+DEVICE constexpr int own_partner(int j) { return j ^ 1; }
 
 // The partners of all vectors of a batch; `at` is where a tensor has a row and column. All lanes of a
 // warp come here together: teams are whole warps, and all their threads go through every batch.
@@ -249,12 +252,12 @@ DEVICE void read_partners(RowPacket (&into)[kRowsInFlight][kVectors],
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       if constexpr (kOwnPartners) {
-        into[u][j] = own[u][(j + kVectors / 2) % kVectors];
+        into[u][j] = own[u][own_partner(j)];
       } else if constexpr (kPartnersInWarp) {
 #pragma unroll
         for (int k = 0; k < (kVectorBytes + 3) / 4; ++k)
           into[u][j].words[k] = __float_as_uint(
-              shuffle_xor(__uint_as_float(own[u][j].words[k]), kHeadVectors / 2));
+              shuffle_xor(__uint_as_float(own[u][j].words[k]), kThreadsPerRow / 2));
       } else {
         const long long row = row_of(batch, u);
         const int column = rows.column(j);
@@ -273,8 +276,7 @@ DEVICE void read_partners(RowPacket (&into)[kRowsInFlight][kVectors],
 // Words of fp32 numbers, or in front those of the rows' dtype: what they mean is decided where they are
 // used, so that nothing waits for them before.
 using GroupPacket = Packet<4 * kElements>;
-// Where a thread's vectors are whole halves apart, all have the same.
-constexpr int kGroupVectors = kThreadsPerRow * kElements % kHalf == 0 ? 1 : kVectors;
+constexpr int kGroupVectors = 1;  // all vectors of a thread lie at the same place in a half
 
 DEVICE unsigned quotient(unsigned number, long long factor) {
   return static_cast<unsigned>((static_cast<unsigned long long>(factor) * number) >> 32);
@@ -327,11 +329,30 @@ DEVICE float group_number(const GroupPacket& packet, int i, bool wide) {
 
 #include "weight_registers.cuh"
 
-#include "weight_pairs.cuh"
+// The weights at the partners of a thread's columns: its own, or in registers.
+struct PartnerWeights {
+  const Weight& weights;
+  Packet<kWeightBytes> packets[kVectors];
+
+  DEVICE PartnerWeights(const Weight& own, const Rows& rows, const WeightElement* weight)
+      : weights(own) {
+    if constexpr (kOwnPartners) return;
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      const int column = rows.column(j);
+      packets[j] = Packet<kWeightBytes>{};
+      if (rows.owns(j, column)) packets[j] = load_weights(weight, partner_of(column));
+    }
+  }
+  DEVICE Packet<kWeightBytes> operator[](int j) const {
+    if constexpr (kOwnPartners) return weights[own_partner(j)];
+    return packets[j];
+  }
+};
 
 // ---- The kernel -----------------------------------------------------------------------------
 
-extern "C" __global__ void  rmsnorm_rope_forward(ARGUMENTS(Arguments, args)) {
+extern "C" __global__ void __launch_bounds__(64, 6) rmsnorm_rope_forward(ARGUMENTS(Arguments, args)) {
   DYNAMIC_SHARED(smem);
   constexpr int rank = 0;
   const unsigned participants = gridDim.x;
@@ -417,12 +438,12 @@ extern "C" __global__ void  rmsnorm_rope_forward(ARGUMENTS(Arguments, args)) {
         for (int i = 0; i < kElements; ++i) {
           const float normalized = __fmul_rn(__fmul_rn(element<Element>(xs[u][j].words, i), rstd), weight_of(w, i, args.weight_offset));
           const float rotated = __fmul_rn(__fmul_rn(element<Element>(partner_xs[u][j].words, i), rstd), weight_of(partner_w, i, args.weight_offset));
-          out[i] = __fmaf_rn(normalized, group_number(cos_words[rows.together ? 0 : u][j % kGroupVectors], i, rows.wide), __fmul_rn((rows.column(j) % kHead < kHalf) ? -rotated : rotated, group_number(sin_words[rows.together ? 0 : u][j % kGroupVectors], i, rows.wide)));
+          out[i] = __fmaf_rn(normalized, group_number(cos_words[rows.together ? 0 : u][j % kGroupVectors], i, rows.wide), __fmul_rn((j % 2 == 0) ? -rotated : rotated, group_number(sin_words[rows.together ? 0 : u][j % kGroupVectors], i, rows.wide)));
         }
         if (args.y != nullptr && rows.has(row) && rows.owns(j, column)) {
           RowPacket packet;
           narrow<Element, kElements>(packet.words, out);
-          store_row<kVectorBytes>(y_to + j * kThreadsPerRow * kElements, packet);
+          store_row<kVectorBytes>(y_to + Rows::distance(j), packet);
         }
       }
     }
@@ -438,4 +459,4 @@ extern "C" __global__ void  rmsnorm_rope_forward(ARGUMENTS(Arguments, args)) {
     take_batches(true, false);
 }
 
-// Headers: templates/*.cuh, revision 513f273f53bd
+// Headers: templates/*.cuh, revision b34104764457

@@ -1,8 +1,9 @@
-// rmsnorm_rope_backward_mailbox_async2_n256_bf16_offset_16x12_a3f827d2
+// rmsnorm_rope_backward_column_slices_async2_n4096_bf16_joined128_128x2_6a9e0bec
 //
 // Backward of y = n * cos + rotate_half(n) * sin with n = rmsnorm(x) * w: with dn = dy * cos + (dy * sin of
 // the second half in front of -(dy * sin) of the first) and xhat = x * rstd, dx = rstd * (w * dn - xhat *
-// mean(xhat * w * dn)), dw = sum over rows of dn * xhat, and w = weight + weight_offset.
+// mean(xhat * w * dn)), dw = sum over rows of dn * xhat.
+// A row of x is heads of 128 columns: n and its mean are of all of them, rotate_half(n) is of each.
 // rstd = 1 / sqrt(mean of squares + eps) is computed again, by the first of two sums along a row.
 // Determinism class: gpu_to_gpu.
 //
@@ -11,49 +12,53 @@
 // ---- Config ---------------------------------------------------------------------------------
 
 constexpr bool kExact = true;  // N is a constant
-constexpr int kRowColumns = 256;  // N
-constexpr int kColumns = 256;  // columns of one CTA
+constexpr int kRowColumns = 4096;  // N
+constexpr int kColumns = 4096;  // columns of one CTA
 constexpr int kCluster = 1;  // CTAs that share a row
-constexpr int kThreadsPerRow = 16;
-constexpr int kTeamThreads = 32;  // those of a row, but at least a warp
-constexpr int kRowsAbreast = 2;  // rows that parts of a warp work on side by side
-constexpr int kTeams = 12;  // of a CTA, each with rows of its own
-constexpr int kThreads = 384;  // of one CTA
-constexpr int kRowsInFlight = 2;  // rows that a thread works on at once
-constexpr int kBatchRows = 4;  // rows of a batch: kRowsInFlight * kRowsAbreast
+constexpr int kThreadsPerRow = 128;
+constexpr int kTeamThreads = 128;  // those of a row, but at least a warp
+constexpr int kRowsAbreast = 1;  // rows that parts of a warp work on side by side
+constexpr int kTeams = 2;  // of a CTA, each with rows of its own
+constexpr int kThreads = 256;  // of one CTA
+constexpr int kRowsInFlight = 1;  // rows that a thread works on at once
+constexpr int kBatchRows = 1;  // rows of a batch: kRowsInFlight * kRowsAbreast
 constexpr int kStages = 2;  // batches under way in shared memory
 constexpr int kStageBarriers = 0;  // transaction barriers of one team's stages
-constexpr int kReload = 1;  // x and dy are read again for dx
+constexpr int kReload = 0;  // x and dy are read again for dx
 constexpr int kVectorBytes = 16;
 constexpr int kElements = 8;  // elements of x in a vector
-constexpr int kVectors = 2;  // vectors of a row in one thread
-constexpr int kWarpsPerRow = 1;
+constexpr int kVectors = 4;  // vectors of a row in one thread
+constexpr int kWarpsPerRow = 4;
 constexpr int kWeightBytes = 16;  // of the weight for one vector of x
-constexpr int kRowBytes = 512;  // of one CTA's part of a row of x
-constexpr int kOffset = 1;  // a number is added to the weight
+constexpr int kRowBytes = 8192;  // of one CTA's part of a row of x
+constexpr int kOffset = 0;  // a number is added to the weight
 constexpr int kResidual = 0;  // the residual's gradient is added to dx
 constexpr int kResidualBytes = 16;  // beside a vector
 constexpr int kResidualRowBytes = 0;
-constexpr int kPartialStride = 256;  // floats of one row of partial dw
+constexpr int kPartialStride = 4096;  // floats of one row of partial dw
 constexpr int kTailColumns = 32;  // columns of dw that a CTA of the tail sums at once
 constexpr int kLevels = 1;
 constexpr int kSumThreads = 0;  // of one CTA of the second kernel
 constexpr int kSumsOffset = 0;  // bytes into shared memory
-constexpr int kWeightOffset = 0;  // bytes into shared memory; not args.weight_offset
-constexpr int kBroadcastOffset = 0;
-constexpr int kTilesOffset = 24704;
-constexpr int kBlockBatches = 8;  // batches that are added up at once
-constexpr int kBlockSumsOffset = 16;
-constexpr int kArrivesEarly = 1;  // a CTA, when it begins its last rows
+constexpr int kWeightOffset = 128;  // bytes into shared memory; not args.weight_offset
+constexpr int kBroadcastOffset = 128;
+constexpr int kTilesOffset = 33024;
+constexpr int kBlockColumns = 128;  // of a head
+constexpr int kBlockVectors = 2;  // of a head that a thread has
+constexpr int kBlockLanes = 8;  // threads that have some of a head
+constexpr int kBlockBatches = 16;  // batches that are added up at once
+constexpr int kBlockSumsOffset = 144;
 #define ROW_LOAD ".nc"
 // Rows are asked for with a priority in the L2.
 #define ROW_POLICY ".reg .b64 policy; createpolicy.fractional.L2::evict_last.b64 policy, 1.0; "
 #define ROW_HINT ".L2::cache_hint"
 #define ROW_OPERAND ", policy"
 #define ROW_STORE ""
-#define LEAST_COLUMNS 256  // of a row
+#define LEAST_COLUMNS 4096  // of a row
 
 #include "primitives.cuh"
+
+#include "primitives_prefetch.cuh"
 
 using Element = bf16;        // x, dy, dx
 using WeightElement = bf16;  // weight, dw
@@ -109,8 +114,14 @@ struct Rows {
   // group shares is fp32. Constants where it matters: the loop over the batches has a copy for each case.
   bool together = false, wide = true;
 
+  // The columns from a thread's first vector to another one. A block is a head: the thread's two vectors of
+  // it are half a head apart, and neighbouring threads have neighbouring vectors.
+  DEVICE static constexpr int distance(int vector) {
+    return (vector / kBlockVectors * kBlockVectors * kThreadsPerRow + vector % kBlockVectors * kBlockLanes) * kElements;
+  }
   DEVICE int column(int vector) const {
-    return first_column + (vector * kThreadsPerRow + static_cast<int>(row_thread())) * kElements;
+    const int thread = static_cast<int>(row_thread()), block = thread / kBlockLanes, lane = thread % kBlockLanes;
+    return first_column + block * kBlockColumns + lane * kElements + distance(vector);
   }
   // Whether the row extends into the thread's vector that begins at this column. A kernel for many N
   // checks only vectors past the smallest N (in a cluster, all), since a check costs as much as an
@@ -201,8 +212,8 @@ struct RowPipeline {
       for (int j = 0; j < kVectors; ++j) {
         const int column = rows.column(j);
         if (exists && rows.owns(j, column)) {
-          copy_async<kVectorBytes>(slot(into, 0, u, j), x_from + j * kThreadsPerRow * kElements);
-          copy_async<kVectorBytes>(slot(into, 1, u, j), dy_from + j * kThreadsPerRow * kElements);
+          copy_async<kVectorBytes>(slot(into, 0, u, j), x_from + Rows::distance(j));
+          copy_async<kVectorBytes>(slot(into, 1, u, j), dy_from + Rows::distance(j));
         }
       }
     }
@@ -239,9 +250,125 @@ struct RowPipeline {
   DEVICE void advance() { due = due == last() ? first : due + kStageBytes; }
 };
 
-#include "pairs.cuh"
+// ---- Pairs of columns ---------------------------------------------------------------------------
+// A row is heads of kHead columns. In each of them, i and i + kHead / 2 are a pair. A vector lies in one half
+// of a head, so its partner is a vector.
+// Vectors 2k and 2k + 1 of a thread are those of one head: the first lies in its first half, and the second
+// is the partner.
+// Memory ordering. Nothing but registers is exchanged, and what is read a second time is an input that
+// nobody writes: an output may not be the memory of a tensor that is read in pairs.
 
-#include "groups.cuh"
+constexpr int kHead = 128, kHalf = kHead / 2;
+static_assert(kExact && kHead % (2 * kElements) == 0, "a vector lies in one half of a head");
+static_assert(kRowColumns % kHead == 0, "a row is whole heads");
+constexpr bool kOwnPartners = true, kPartnersInWarp = false;
+
+DEVICE int partner_of(int column) { return column % kHead < kHalf ? column + kHalf : column - kHalf; }
+// Which vector of the thread is the partner of `j`.
+DEVICE constexpr int own_partner(int j) { return j ^ 1; }
+
+// The partners of all vectors of a batch; `at` is where a tensor has a row and column. All lanes of a
+// warp come here together: teams are whole warps, and all their threads go through every batch.
+DEVICE void read_partners(RowPacket (&into)[kRowsInFlight][kVectors],
+                          const RowPacket (&own)[kRowsInFlight][kVectors], const Rows& rows,
+                          long long batch, const Element* (Rows::*at)(long long, int) const) {
+#pragma unroll
+  for (int u = 0; u < kRowsInFlight; ++u) {
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      if constexpr (kOwnPartners) {
+        into[u][j] = own[u][own_partner(j)];
+      } else if constexpr (kPartnersInWarp) {
+#pragma unroll
+        for (int k = 0; k < (kVectorBytes + 3) / 4; ++k)
+          into[u][j].words[k] = __float_as_uint(
+              shuffle_xor(__uint_as_float(own[u][j].words[k]), kThreadsPerRow / 2));
+      } else {
+        const long long row = row_of(batch, u);
+        const int column = rows.column(j);
+        into[u][j] = RowPacket{};
+        if (rows.has(row) && rows.owns(j, column))
+          into[u][j] = load_row<kVectorBytes>((rows.*at)(row, partner_of(column)));
+      }
+    }
+  }
+}
+
+// ---- What the rows of a group share -------------------------------------------------------------
+// Consecutive rows, such as the heads of a token, share kHead / 2 numbers: one for every pair of columns.
+// They are read through the caches, which the rows of a group and those of the next SM find them in.
+
+// Words of fp32 numbers, or in front those of the rows' dtype: what they mean is decided where they are
+// used, so that nothing waits for them before.
+using GroupPacket = Packet<4 * kElements>;
+constexpr int kGroupVectors = 1;  // all vectors of a thread lie at the same place in a half
+
+DEVICE unsigned quotient(unsigned number, long long factor) {
+  return static_cast<unsigned>((static_cast<unsigned long long>(factor) * number) >> 32);
+}
+// Where the numbers of a row's group are, in a tensor of such a stride. Rows fit into 32 bits
+// (division_factor in row_layout.py).
+DEVICE long long group_start(const Arguments& args, long long row, long long stride) {
+  const unsigned group = quotient(static_cast<unsigned>(row), args.group_factor);
+  return (group - quotient(group, args.period_factor) * args.period) * stride;
+}
+// Those of all rows of a batch. Where they are of one group, those of its first row, and past the end those
+// of the last batch again, which nobody uses.
+DEVICE void load_group(GroupPacket (&into)[kRowsInFlight][kGroupVectors], const void* from,
+                       long long stride, const Rows& rows, long long batch) {
+#pragma unroll
+  for (int u = 0; u < (rows.together ? 1 : kRowsInFlight); ++u) {
+    const long long last = rows.batches - 1;
+    const long long row = rows.together ? (batch < last ? batch : last) * kBatchRows : row_of(batch, u);
+    const bool exists = rows.has(row);
+    const long long start = group_start(rows.arguments, row, stride);
+#pragma unroll
+    for (int j = 0; j < kGroupVectors; ++j) {
+      const int column = rows.column(j);
+      const long long at = start + column % kHalf;
+      into[u][j] = GroupPacket{};
+      if (!exists || !rows.owns(j, column)) continue;
+      if (rows.wide) {
+        constexpr int kChunk = kChunkOf<4 * kElements>;
+#pragma unroll
+        for (int c = 0; c < 4 * kElements / kChunk; ++c)
+          *reinterpret_cast<Packet<kChunk>*>(into[u][j].words + c * kChunk / 4) =
+              load_weight<kChunk>(static_cast<const float*>(from) + at + c * kChunk / 4);
+      } else {
+        constexpr int kChunk = kChunkOf<kVectorBytes>;
+        constexpr int kStep = kChunk / static_cast<int>(sizeof(Element));
+#pragma unroll
+        for (int c = 0; c < kVectorBytes / kChunk; ++c)
+          *reinterpret_cast<Packet<kChunk>*>(into[u][j].words + c * kChunk / 4) =
+              load_weight<kChunk>(static_cast<const Element*>(from) + at + c * kStep);
+      }
+    }
+  }
+}
+// Asks the L2 for those of a later batch, so that its loads, a batch ahead of their use, need not wait for
+// memory. One of the threads that share a number asks for it. No result depends on it.
+DEVICE void prefetch_groups(const Rows& rows, long long batch) {
+  if (batch >= rows.batches) return;
+  constexpr int kApart = kHalf;  // columns with numbers of their own
+#pragma unroll
+  for (int u = 0; u < (rows.together ? 1 : kRowsInFlight); ++u) {
+    const long long row = rows.together ? batch * kBatchRows : row_of(batch, u);
+    if (!rows.has(row)) continue;
+#pragma unroll
+    for (int j = 0; j < kGroupVectors; ++j) {
+      const int column = rows.column(j), size = rows.wide ? 4 : static_cast<int>(sizeof(Element));
+      if (column >= kApart) continue;
+      prefetch_l2(static_cast<const char*>(rows.arguments.cos) +
+                  (group_start(rows.arguments, row, rows.arguments.cos_stride) + column) * size);
+      prefetch_l2(static_cast<const char*>(rows.arguments.sin) +
+                  (group_start(rows.arguments, row, rows.arguments.sin_stride) + column) * size);
+    }
+  }
+}
+DEVICE float group_number(const GroupPacket& packet, int i, bool wide) {
+  if (wide) return __uint_as_float(packet.words[i]);
+  return element<Element>(packet.words, i);
+}
 
 // ---- The weight -----------------------------------------------------------------------------
 
@@ -256,11 +383,11 @@ struct RowPipeline {
 #include "dw_context.cuh"
 #include "sum_slice.cuh"
 #include "last_arrived.cuh"
-#include "dw_mailbox.cuh"
+#include "dw_column_slices.cuh"
 
 // ---- The kernel -----------------------------------------------------------------------------
 
-extern "C" __global__ void __launch_bounds__(384, 1) rmsnorm_rope_backward(ARGUMENTS(Arguments, args)) {
+extern "C" __global__ void  rmsnorm_rope_backward(ARGUMENTS(Arguments, args)) {
   DYNAMIC_SHARED(smem);
   constexpr int rank = 0;
   const unsigned participants = gridDim.x;
@@ -297,6 +424,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) rmsnorm_rope_backward(ARGUM
   // A batch ahead of its use.
   GroupPacket next_sin_words[kRowsInFlight][kGroupVectors];
   load_group(next_sin_words, args.sin, args.sin_stride, rows, schedule.batch);
+#pragma unroll 1
+  for (int i = 1; i < 4; ++i) prefetch_groups(rows, schedule.ahead(i));
 
   for (; schedule.batch < rows.batches; schedule.next()) {
     const long long batch = schedule.batch;
@@ -313,7 +442,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) rmsnorm_rope_backward(ARGUM
 #pragma unroll
       for (int j = 0; j < kGroupVectors; ++j) sin_words[u][j] = next_sin_words[u][j];
     load_group(next_sin_words, args.sin, args.sin_stride, rows, schedule.ahead(1));
-    if (schedule.ahead(1) >= rows.batches) strategy.announce(participant);
+    prefetch_groups(rows, schedule.ahead(4));
     pipeline.await();
     pipeline.read(xs, dys, batch);
     RowPacket partner_dys[kRowsInFlight][kVectors];
@@ -328,7 +457,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) rmsnorm_rope_backward(ARGUM
         const Packet<kWeightBytes> w = weights[j];
 #pragma unroll
         for (int i = 0; i < kElements; ++i) {
-          const float dn = __fmaf_rn(element<Element>(dys[u][j].words, i), group_number(cos_words[rows.together ? 0 : u][j % kGroupVectors], i, rows.wide), __fmul_rn((rows.column(j) < kHalf) ? element<Element>(partner_dys[u][j].words, i) : -element<Element>(partner_dys[u][j].words, i), group_number(sin_words[rows.together ? 0 : u][j % kGroupVectors], i, rows.wide)));
+          const float dn = __fmaf_rn(element<Element>(dys[u][j].words, i), group_number(cos_words[rows.together ? 0 : u][j % kGroupVectors], i, rows.wide), __fmul_rn((j % 2 == 0) ? element<Element>(partner_dys[u][j].words, i) : -element<Element>(partner_dys[u][j].words, i), group_number(sin_words[rows.together ? 0 : u][j % kGroupVectors], i, rows.wide)));
           // Of x^2, and of x * w * the gradient of what is normalized.
           sum[u] = __fmaf_rn(element<Element>(xs[u][j].words, i), element<Element>(xs[u][j].words, i), sum[u]);
           sum[kRowsInFlight + u] = __fmaf_rn(element<Element>(xs[u][j].words, i), __fmul_rn(weight_of(w, i, args.weight_offset), dn), sum[kRowsInFlight + u]);
@@ -355,14 +484,14 @@ extern "C" __global__ void __launch_bounds__(384, 1) rmsnorm_rope_backward(ARGUM
         float out[kElements];
 #pragma unroll
         for (int i = 0; i < kElements; ++i) {
-          const float xe = element<Element>(xs[u][j].words, i), scaled = __fmul_rn(rstd, __fmaf_rn(element<Element>(dys[u][j].words, i), group_number(cos_words[rows.together ? 0 : u][j % kGroupVectors], i, rows.wide), __fmul_rn((rows.column(j) < kHalf) ? element<Element>(partner_dys[u][j].words, i) : -element<Element>(partner_dys[u][j].words, i), group_number(sin_words[rows.together ? 0 : u][j % kGroupVectors], i, rows.wide))));  // rstd * dn
+          const float xe = element<Element>(xs[u][j].words, i), scaled = __fmul_rn(rstd, __fmaf_rn(element<Element>(dys[u][j].words, i), group_number(cos_words[rows.together ? 0 : u][j % kGroupVectors], i, rows.wide), __fmul_rn((j % 2 == 0) ? element<Element>(partner_dys[u][j].words, i) : -element<Element>(partner_dys[u][j].words, i), group_number(sin_words[rows.together ? 0 : u][j % kGroupVectors], i, rows.wide))));  // rstd * dn
           out[i] = __fmaf_rn(weight_of(w, i, args.weight_offset), scaled, __fmul_rn(correction, xe));
           partial[j][i] = __fmaf_rn(xe, scaled, partial[j][i]);
         }
         if (args.dx != nullptr && rows.has(row) && rows.owns(j, column)) {
           RowPacket packet;
           narrow<Element, kElements>(packet.words, out);
-          store_row<kVectorBytes>(dx_to + j * kThreadsPerRow * kElements, packet);
+          store_row<kVectorBytes>(dx_to + Rows::distance(j), packet);
         }
       }
     }
@@ -384,4 +513,4 @@ extern "C" __global__ void __launch_bounds__(384, 1) rmsnorm_rope_backward(ARGUM
   }
 }
 
-// Headers: templates/*.cuh, revision 76cd875d59ec
+// Headers: templates/*.cuh, revision 550c04b0f258

@@ -1,4 +1,4 @@
-// rmsnorm_rope_forward_none_async2_n4096_bf16_joined128_128x1_311548dc
+// rmsnorm_rope_forward_none_bulk2_n1024_bf16_joined128_32x16_9128fd72
 //
 // y = n * cos + rotate_half(n) * sin with n = rmsnorm(x) * w, and rotate_half(n) = -n of the
 // second half of a row in front of n of the first.
@@ -10,25 +10,25 @@
 // ---- Config ---------------------------------------------------------------------------------
 
 constexpr bool kExact = true;  // N is a constant
-constexpr int kRowColumns = 4096;  // N
-constexpr int kColumns = 4096;  // columns of one CTA
+constexpr int kRowColumns = 1024;  // N
+constexpr int kColumns = 1024;  // columns of one CTA
 constexpr int kCluster = 1;  // CTAs that share a row
-constexpr int kThreadsPerRow = 128;
-constexpr int kTeamThreads = 128;  // those of a row, but at least a warp
+constexpr int kThreadsPerRow = 32;
+constexpr int kTeamThreads = 32;  // those of a row, but at least a warp
 constexpr int kRowsAbreast = 1;  // rows that parts of a warp work on side by side
-constexpr int kTeams = 1;  // of a CTA, each with rows of its own
-constexpr int kThreads = 128;  // of one CTA
+constexpr int kTeams = 16;  // of a CTA, each with rows of its own
+constexpr int kThreads = 512;  // of one CTA
 constexpr int kRowsInFlight = 1;  // rows that a thread works on at once
 constexpr int kBatchRows = 1;  // rows of a batch: kRowsInFlight * kRowsAbreast
 constexpr int kStages = 2;  // batches under way in shared memory
-constexpr int kStageBarriers = 0;  // transaction barriers of one team's stages
+constexpr int kStageBarriers = 2;  // transaction barriers of one team's stages
 constexpr int kReload = 0;  // x and dy are read again for dx
 constexpr int kVectorBytes = 16;
 constexpr int kElements = 8;  // elements of x in a vector
 constexpr int kVectors = 4;  // vectors of a row in one thread
-constexpr int kWarpsPerRow = 4;
+constexpr int kWarpsPerRow = 1;
 constexpr int kWeightBytes = 16;  // of the weight for one vector of x
-constexpr int kRowBytes = 8192;  // of one CTA's part of a row of x
+constexpr int kRowBytes = 2048;  // of one CTA's part of a row of x
 constexpr int kOffset = 0;  // a number is added to the weight
 constexpr int kResidual = 0;  // the residual's gradient is added to dx
 constexpr int kResidualBytes = 16;  // beside a vector
@@ -37,19 +37,24 @@ constexpr int kPartialStride = 0;  // floats of one row of partial dw
 constexpr int kTailColumns = 0;  // columns of dw that a CTA of the tail sums at once
 constexpr int kLevels = 1;
 constexpr int kSumThreads = 0;  // of one CTA of the second kernel
-constexpr int kSumsOffset = 0;  // bytes into shared memory
-constexpr int kWeightOffset = 32;  // bytes into shared memory; not args.weight_offset
-constexpr int kBroadcastOffset = 32;
-constexpr int kTilesOffset = 128;
+constexpr int kSumsOffset = 256;  // bytes into shared memory
+constexpr int kWeightOffset = 256;  // bytes into shared memory; not args.weight_offset
+constexpr int kBroadcastOffset = 256;
+constexpr int kTilesOffset = 384;
+constexpr int kBlockColumns = 128;  // of a head
+constexpr int kBlockVectors = 2;  // of a head that a thread has
+constexpr int kBlockLanes = 8;  // threads that have some of a head
 #define ROW_LOAD ".nc"
 // Rows are asked for with a priority in the L2.
 #define ROW_POLICY ".reg .b64 policy; createpolicy.fractional.L2::evict_last.b64 policy, 1.0; "
 #define ROW_HINT ".L2::cache_hint"
 #define ROW_OPERAND ", policy"
-#define ROW_STORE ""
-#define LEAST_COLUMNS 4096  // of a row
+#define ROW_STORE ".cs"
+#define LEAST_COLUMNS 1024  // of a row
 
 #include "primitives.cuh"
+
+#include "primitives_prefetch.cuh"
 
 using Element = bf16;        // x, y
 using WeightElement = bf16;  // weight
@@ -103,8 +108,14 @@ struct Rows {
   // group shares is fp32. Constants where it matters: the loop over the batches has a copy for each case.
   bool together = false, wide = true;
 
+  // The columns from a thread's first vector to another one. A block is a head: the thread's two vectors of
+  // it are half a head apart, and neighbouring threads have neighbouring vectors.
+  DEVICE static constexpr int distance(int vector) {
+    return (vector / kBlockVectors * kBlockVectors * kThreadsPerRow + vector % kBlockVectors * kBlockLanes) * kElements;
+  }
   DEVICE int column(int vector) const {
-    return first_column + (vector * kThreadsPerRow + static_cast<int>(row_thread())) * kElements;
+    const int thread = static_cast<int>(row_thread()), block = thread / kBlockLanes, lane = thread % kBlockLanes;
+    return first_column + block * kBlockColumns + lane * kElements + distance(vector);
   }
   // Whether the row extends into the thread's vector that begins at this column. A kernel for many N
   // checks only vectors past the smallest N (in a cluster, all), since a check costs as much as an
@@ -138,106 +149,104 @@ struct Rows {
 
 #include "schedule.cuh"
 
-// ---- Rows: cp.async into stages in shared memory ---------------------------------------------
-// A thread copies exactly the vectors that it reads, so it only has to wait for its own groups. It
-// commits one group per batch, also past the end, so that "all but the newest kAhead - 1" always
-// includes the batch that is due.
-// A slot is refilled by the thread that read it, and an asynchronous copy follows the earlier
-// instructions of its own thread (PTX ISA, asynchronous operations).
-// dx may be the memory of dy: a thread writes only elements that it has copied itself, and it has waited
-// for those copies. Later reads, also those of a reload, are of the copy.
+// ---- Rows: bulk copies into stages in shared memory ------------------------------------------
+// One thread of each team asks the copy engine for whole rows. Each stage has a transaction barrier,
+// which completes when all bytes of the batch have landed, and acquires them for every thread that
+// waits.
+// A stage is refilled only after every thread of the team has read it. That is after the barrier of the
+// row sum or, in a cluster, after the completed exchange, which every warp of the team joins after its
+// reads (with a reload, the exchange of the next batch). The barrier orders ordinary accesses. The
+// proxy fence of the thread that issues the copy orders them before the asynchronous write.
+// Only existing rows are copied. The space of the others holds old data, which is never read.
+// dx may be the memory of dy: one copy brings a row, or a CTA's columns of it, and every thread that
+// writes there has waited for its completion, which the mbarrier makes visible to generic accesses.
 
 struct RowPipeline {
-  static constexpr int kTileBytes = kVectors * kThreads * kVectorBytes;  // one row of every team
-  static constexpr int kResidualTileBytes = kResidual * kVectors * kThreads * kResidualBytes;
-  static constexpr int kStageBytes = kRowsInFlight * (1 * kTileBytes + kResidualTileBytes);
+  static_assert(kRowsAbreast == 1, "a bulk copy brings its row to a whole team");
+  static constexpr int kBatchBytes = kRowsInFlight * (1 * kRowBytes + kResidualRowBytes);
   static constexpr int kAhead = kStages - kReload;
 
   const Rows& rows;
-  unsigned char* const first;  // this thread's first vector in the first stage
-  unsigned char* due;          // and in the stage of the batch that is due
+  unsigned char* tiles;
+  unsigned long long* landed;  // one barrier per stage
+  int stage = 0;
+  unsigned phase = 0;
 
   DEVICE RowPipeline(const Rows& r, unsigned char* smem)
-      : rows(r), first(smem + kTilesOffset + threadIdx.x * kVectorBytes), due(first) {}
-
-  // Vectors of consecutive threads are neighbours: no bank conflicts.
-  DEVICE static unsigned char* slot(unsigned char* stage, int tensor, int u, int j) {
-    return stage + (tensor * kRowsInFlight + u) * kTileBytes + j * kThreads * kVectorBytes;
+      : rows(r), tiles(smem + kTilesOffset + team_index() * kStages * kBatchBytes),
+        landed(reinterpret_cast<unsigned long long*>(smem) + team_index() * kStages) {
+    if (team_thread() == 0) {
+#pragma unroll 1
+      for (int s = 0; s < kStages; ++s) mbarrier_init(&landed[s], 1);
+      mbarrier_init_fence();
+    }
+    // A barrier before the first wait publishes them to the team.
   }
-  DEVICE static unsigned char* residual_slot(unsigned char* stage, int u, int j, int chunk) {
-    constexpr int kChunk = kChunkOf<kResidualBytes>;
-    // `stage` already has threadIdx.x * kVectorBytes in it, hence the difference at the end.
-    return stage + 1 * kRowsInFlight * kTileBytes + u * kResidualTileBytes +
-           (j * (kResidualBytes / kChunk) + chunk) * kThreads * kChunk +
-           static_cast<int>(threadIdx.x) * (kChunk - kVectorBytes);
+  DEVICE void fetch(long long batch, int into) {
+    if (batch >= rows.batches) return;
+    const long long row = row_of(batch, 0);
+    const long long left = rows.count - row;
+    const int valid = left < kRowsInFlight ? static_cast<int>(left) : kRowsInFlight;
+    unsigned char* tile = tiles + into * kBatchBytes;
+    mbarrier_expect(&landed[into], valid * (1 * kRowBytes + kResidualRowBytes));
+    for (int u = 0; u < valid; ++u) {
+      bulk_load(tile + u * kRowBytes, rows.x(row + u, rows.first_column), kRowBytes,
+                &landed[into]);
+    }
   }
-  DEVICE void fetch(long long batch, unsigned char* into) {
+  DEVICE void start(const Schedule& schedule) {
+    if (team_thread() != 0) return;
+#pragma unroll 1
+    for (int s = 0; s < kAhead; ++s) fetch(schedule.ahead(s), s);
+  }
+  DEVICE void await() { mbarrier_wait(&landed[stage], phase); }
+  DEVICE void read(RowPacket (&x)[kRowsInFlight][kVectors], long long batch) {
+    const unsigned char* tile = tiles + stage * kBatchBytes;
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) {
-      const long long row = row_of(batch, u);
-      const bool exists = rows.together ? batch < rows.batches : row < rows.count;
-      const Element* const x_from = rows.x_in(batch, u);
+      const bool valid = row_of(batch, u) < rows.count;
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
         const int column = rows.column(j);
-        if (exists && rows.owns(j, column)) {
-          copy_async<kVectorBytes>(slot(into, 0, u, j), x_from + j * kThreadsPerRow * kElements);
-        }
-      }
-    }
-    copy_async_commit();
-  }
-  // The address is advanced here, too. If NVRTC 13.0 splits the address of a copy with a cache policy
-  // into a thread's register and a uniform one, it emits an illegal instruction.
-  DEVICE void start(const Schedule& schedule) {
-    unsigned char* into = first;
-#pragma unroll 1
-    for (int s = 0; s < kAhead; ++s, into += kStageBytes) fetch(schedule.ahead(s), into);
-  }
-  DEVICE void await() { copy_async_wait<kAhead - 1>(); }
-  DEVICE void read(RowPacket (&x)[kRowsInFlight][kVectors], long long batch) {
-#pragma unroll
-    for (int u = 0; u < kRowsInFlight; ++u) {
-      const bool valid = rows.has(row_of(batch, u));
-#pragma unroll
-      for (int j = 0; j < kVectors; ++j) {
+        const int at = (column - rows.first_column) * static_cast<int>(sizeof(Element));
         x[u][j] = RowPacket{};
-        if (valid && rows.owns(j, rows.column(j))) {
-          x[u][j] = load_shared_packet<kVectorBytes>(slot(due, 0, u, j));
+        if (valid && rows.owns(j, column)) {
+          x[u][j] = load_shared_packet<kVectorBytes>(tile + u * kRowBytes + at);
         }
       }
     }
   }
-  DEVICE unsigned char* last() const { return first + (kStages - 1) * kStageBytes; }
   // With a reload, the stage of this batch is still needed, so the one before it is refilled.
   DEVICE void refill(const Schedule& schedule) {
-    fetch(schedule.ahead(kAhead), !kReload ? due : due == first ? last() : due - kStageBytes);
+    if (team_thread() != 0) return;
+    fence_async_shared();
+    const int last = stage == 0 ? kStages - 1 : stage - 1;
+    fetch(schedule.ahead(kAhead), kReload ? last : stage);
   }
-  DEVICE void advance() { due = due == last() ? first : due + kStageBytes; }
+  DEVICE void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
 };
 
 // ---- Pairs of columns ---------------------------------------------------------------------------
 // A row is heads of kHead columns. In each of them, i and i + kHead / 2 are a pair. A vector lies in one half
 // of a head, so its partner is a vector.
-//
-// Where the vectors of every head lie in lanes of a warp, side by side, the partner is one shuffle away.
-// Otherwise it is read a second time, from global memory: the row has been asked for just before, so a
-// cache has it.
+// Vectors 2k and 2k + 1 of a thread are those of one head: the first lies in its first half, and the second
+// is the partner.
 // Memory ordering. Nothing but registers is exchanged, and what is read a second time is an input that
 // nobody writes: an output may not be the memory of a tensor that is read in pairs.
 
 constexpr int kHead = 128, kHalf = kHead / 2;
 static_assert(kExact && kHead % (2 * kElements) == 0, "a vector lies in one half of a head");
 static_assert(kRowColumns % kHead == 0, "a row is whole heads");
-constexpr int kHeadVectors = kHead / kElements;
-constexpr bool kOwnPartners = false;
-// Vector t + j * kThreadsPerRow of the CTA's columns is vector j of thread t. Where both kColumns and these
-// threads are of whole heads, and as many vectors as a head has divide a warp, a head's vectors lie in that
-// many lanes from a multiple of it on. Lanes without a vector have no partner with one.
-constexpr bool kPartnersInWarp =
-    kColumns % kHead == 0 && kThreadsPerRow % kHeadVectors == 0 && 32 % kHeadVectors == 0;
+constexpr bool kOwnPartners = true, kPartnersInWarp = false;
 
 DEVICE int partner_of(int column) { return column % kHead < kHalf ? column + kHalf : column - kHalf; }
+// Which vector of the thread is the partner of `j`.
+DEVICE constexpr int own_partner(int j) { return j ^ 1; }
 
 // The partners of all vectors of a batch; `at` is where a tensor has a row and column. All lanes of a
 // warp come here together: teams are whole warps, and all their threads go through every batch.
@@ -249,12 +258,12 @@ DEVICE void read_partners(RowPacket (&into)[kRowsInFlight][kVectors],
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       if constexpr (kOwnPartners) {
-        into[u][j] = own[u][(j + kVectors / 2) % kVectors];
+        into[u][j] = own[u][own_partner(j)];
       } else if constexpr (kPartnersInWarp) {
 #pragma unroll
         for (int k = 0; k < (kVectorBytes + 3) / 4; ++k)
           into[u][j].words[k] = __float_as_uint(
-              shuffle_xor(__uint_as_float(own[u][j].words[k]), kHeadVectors / 2));
+              shuffle_xor(__uint_as_float(own[u][j].words[k]), kThreadsPerRow / 2));
       } else {
         const long long row = row_of(batch, u);
         const int column = rows.column(j);
@@ -273,8 +282,7 @@ DEVICE void read_partners(RowPacket (&into)[kRowsInFlight][kVectors],
 // Words of fp32 numbers, or in front those of the rows' dtype: what they mean is decided where they are
 // used, so that nothing waits for them before.
 using GroupPacket = Packet<4 * kElements>;
-// Where a thread's vectors are whole halves apart, all have the same.
-constexpr int kGroupVectors = kThreadsPerRow * kElements % kHalf == 0 ? 1 : kVectors;
+constexpr int kGroupVectors = 1;  // all vectors of a thread lie at the same place in a half
 
 DEVICE unsigned quotient(unsigned number, long long factor) {
   return static_cast<unsigned>((static_cast<unsigned long long>(factor) * number) >> 32);
@@ -318,6 +326,26 @@ DEVICE void load_group(GroupPacket (&into)[kRowsInFlight][kGroupVectors], const 
     }
   }
 }
+// Asks the L2 for those of a later batch, so that its loads, a batch ahead of their use, need not wait for
+// memory. One of the threads that share a number asks for it. No result depends on it.
+DEVICE void prefetch_groups(const Rows& rows, long long batch) {
+  if (batch >= rows.batches) return;
+  constexpr int kApart = kHalf;  // columns with numbers of their own
+#pragma unroll
+  for (int u = 0; u < (rows.together ? 1 : kRowsInFlight); ++u) {
+    const long long row = rows.together ? batch * kBatchRows : row_of(batch, u);
+    if (!rows.has(row)) continue;
+#pragma unroll
+    for (int j = 0; j < kGroupVectors; ++j) {
+      const int column = rows.column(j), size = rows.wide ? 4 : static_cast<int>(sizeof(Element));
+      if (column >= kApart) continue;
+      prefetch_l2(static_cast<const char*>(rows.arguments.cos) +
+                  (group_start(rows.arguments, row, rows.arguments.cos_stride) + column) * size);
+      prefetch_l2(static_cast<const char*>(rows.arguments.sin) +
+                  (group_start(rows.arguments, row, rows.arguments.sin_stride) + column) * size);
+    }
+  }
+}
 DEVICE float group_number(const GroupPacket& packet, int i, bool wide) {
   if (wide) return __uint_as_float(packet.words[i]);
   return element<Element>(packet.words, i);
@@ -327,11 +355,30 @@ DEVICE float group_number(const GroupPacket& packet, int i, bool wide) {
 
 #include "weight_registers.cuh"
 
-#include "weight_pairs.cuh"
+// The weights at the partners of a thread's columns: its own, or in registers.
+struct PartnerWeights {
+  const Weight& weights;
+  Packet<kWeightBytes> packets[kVectors];
+
+  DEVICE PartnerWeights(const Weight& own, const Rows& rows, const WeightElement* weight)
+      : weights(own) {
+    if constexpr (kOwnPartners) return;
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      const int column = rows.column(j);
+      packets[j] = Packet<kWeightBytes>{};
+      if (rows.owns(j, column)) packets[j] = load_weights(weight, partner_of(column));
+    }
+  }
+  DEVICE Packet<kWeightBytes> operator[](int j) const {
+    if constexpr (kOwnPartners) return weights[own_partner(j)];
+    return packets[j];
+  }
+};
 
 // ---- The kernel -----------------------------------------------------------------------------
 
-extern "C" __global__ void __launch_bounds__(128, 3) rmsnorm_rope_forward(ARGUMENTS(Arguments, args)) {
+extern "C" __global__ void  rmsnorm_rope_forward(ARGUMENTS(Arguments, args)) {
   DYNAMIC_SHARED(smem);
   constexpr int rank = 0;
   const unsigned participants = gridDim.x;
@@ -348,6 +395,7 @@ extern "C" __global__ void __launch_bounds__(128, 3) rmsnorm_rope_forward(ARGUME
   pipeline.start(schedule);
   const Weight weights(rows, args.weight, smem);
   const PartnerWeights partner_weights(weights, rows, args.weight);
+  team_barrier();
 
   // 1 / N, rounded once.
   float inverse_columns = 1.0f / kRowColumns;
@@ -364,6 +412,8 @@ extern "C" __global__ void __launch_bounds__(128, 3) rmsnorm_rope_forward(ARGUME
   // A batch ahead of its use.
   GroupPacket next_sin_words[kRowsInFlight][kGroupVectors];
   load_group(next_sin_words, args.sin, args.sin_stride, rows, schedule.batch);
+#pragma unroll 1
+  for (int i = 1; i < 2; ++i) prefetch_groups(rows, schedule.ahead(i));
 
   for (; schedule.batch < rows.batches; schedule.next()) {
     const long long batch = schedule.batch;
@@ -380,6 +430,7 @@ extern "C" __global__ void __launch_bounds__(128, 3) rmsnorm_rope_forward(ARGUME
 #pragma unroll
       for (int j = 0; j < kGroupVectors; ++j) sin_words[u][j] = next_sin_words[u][j];
     load_group(next_sin_words, args.sin, args.sin_stride, rows, schedule.ahead(1));
+    prefetch_groups(rows, schedule.ahead(2));
     pipeline.await();
     pipeline.read(xs, batch);
     RowPacket partner_xs[kRowsInFlight][kVectors];
@@ -417,12 +468,12 @@ extern "C" __global__ void __launch_bounds__(128, 3) rmsnorm_rope_forward(ARGUME
         for (int i = 0; i < kElements; ++i) {
           const float normalized = __fmul_rn(__fmul_rn(element<Element>(xs[u][j].words, i), rstd), weight_of(w, i, args.weight_offset));
           const float rotated = __fmul_rn(__fmul_rn(element<Element>(partner_xs[u][j].words, i), rstd), weight_of(partner_w, i, args.weight_offset));
-          out[i] = __fmaf_rn(normalized, group_number(cos_words[rows.together ? 0 : u][j % kGroupVectors], i, rows.wide), __fmul_rn((rows.column(j) % kHead < kHalf) ? -rotated : rotated, group_number(sin_words[rows.together ? 0 : u][j % kGroupVectors], i, rows.wide)));
+          out[i] = __fmaf_rn(normalized, group_number(cos_words[rows.together ? 0 : u][j % kGroupVectors], i, rows.wide), __fmul_rn((j % 2 == 0) ? -rotated : rotated, group_number(sin_words[rows.together ? 0 : u][j % kGroupVectors], i, rows.wide)));
         }
         if (args.y != nullptr && rows.has(row) && rows.owns(j, column)) {
           RowPacket packet;
           narrow<Element, kElements>(packet.words, out);
-          store_row<kVectorBytes>(y_to + j * kThreadsPerRow * kElements, packet);
+          store_row<kVectorBytes>(y_to + Rows::distance(j), packet);
         }
       }
     }
@@ -438,4 +489,4 @@ extern "C" __global__ void __launch_bounds__(128, 3) rmsnorm_rope_forward(ARGUME
     take_batches(true, false);
 }
 
-// Headers: templates/*.cuh, revision 513f273f53bd
+// Headers: templates/*.cuh, revision c8da7e36bbf4

@@ -1,4 +1,4 @@
-// rmsnorm_rope_forward_none_async3_n1024_bf16_joined128_32x2_390e0c32
+// rmsnorm_rope_forward_none_producer2_n5120_bf16_joined128_160x1_0af4e4ca
 //
 // y = n * cos + rotate_half(n) * sin with n = rmsnorm(x) * w, and rotate_half(n) = -n of the
 // second half of a row in front of n of the first.
@@ -10,25 +10,25 @@
 // ---- Config ---------------------------------------------------------------------------------
 
 constexpr bool kExact = true;  // N is a constant
-constexpr int kRowColumns = 1024;  // N
-constexpr int kColumns = 1024;  // columns of one CTA
+constexpr int kRowColumns = 5120;  // N
+constexpr int kColumns = 5120;  // columns of one CTA
 constexpr int kCluster = 1;  // CTAs that share a row
-constexpr int kThreadsPerRow = 32;
-constexpr int kTeamThreads = 32;  // those of a row, but at least a warp
+constexpr int kThreadsPerRow = 160;
+constexpr int kTeamThreads = 160;  // those of a row, but at least a warp
 constexpr int kRowsAbreast = 1;  // rows that parts of a warp work on side by side
-constexpr int kTeams = 2;  // of a CTA, each with rows of its own
-constexpr int kThreads = 64;  // of one CTA
+constexpr int kTeams = 1;  // of a CTA, each with rows of its own
+constexpr int kThreads = 160;  // of one CTA
 constexpr int kRowsInFlight = 1;  // rows that a thread works on at once
 constexpr int kBatchRows = 1;  // rows of a batch: kRowsInFlight * kRowsAbreast
-constexpr int kStages = 3;  // batches under way in shared memory
-constexpr int kStageBarriers = 0;  // transaction barriers of one team's stages
-constexpr int kReload = 1;  // x and dy are read again for dx
+constexpr int kStages = 2;  // batches under way in shared memory
+constexpr int kStageBarriers = 4;  // transaction barriers of one team's stages
+constexpr int kReload = 0;  // x and dy are read again for dx
 constexpr int kVectorBytes = 16;
 constexpr int kElements = 8;  // elements of x in a vector
 constexpr int kVectors = 4;  // vectors of a row in one thread
-constexpr int kWarpsPerRow = 1;
+constexpr int kWarpsPerRow = 5;
 constexpr int kWeightBytes = 16;  // of the weight for one vector of x
-constexpr int kRowBytes = 2048;  // of one CTA's part of a row of x
+constexpr int kRowBytes = 10240;  // of one CTA's part of a row of x
 constexpr int kOffset = 0;  // a number is added to the weight
 constexpr int kResidual = 0;  // the residual's gradient is added to dx
 constexpr int kResidualBytes = 16;  // beside a vector
@@ -37,19 +37,25 @@ constexpr int kPartialStride = 0;  // floats of one row of partial dw
 constexpr int kTailColumns = 0;  // columns of dw that a CTA of the tail sums at once
 constexpr int kLevels = 1;
 constexpr int kSumThreads = 0;  // of one CTA of the second kernel
-constexpr int kSumsOffset = 0;  // bytes into shared memory
-constexpr int kWeightOffset = 0;  // bytes into shared memory; not args.weight_offset
-constexpr int kBroadcastOffset = 0;
+constexpr int kSumsOffset = 32;  // bytes into shared memory
+constexpr int kWeightOffset = 80;  // bytes into shared memory; not args.weight_offset
+constexpr int kBroadcastOffset = 80;
 constexpr int kTilesOffset = 128;
+constexpr int kBlockColumns = 128;  // of a head
+constexpr int kBlockVectors = 2;  // of a head that a thread has
+constexpr int kBlockLanes = 8;  // threads that have some of a head
 #define ROW_LOAD ".nc"
 // Rows are asked for with a priority in the L2.
 #define ROW_POLICY ".reg .b64 policy; createpolicy.fractional.L2::evict_last.b64 policy, 1.0; "
 #define ROW_HINT ".L2::cache_hint"
 #define ROW_OPERAND ", policy"
 #define ROW_STORE ""
-#define LEAST_COLUMNS 1024  // of a row
+#define LEAST_COLUMNS 5120  // of a row
 
 #include "primitives.cuh"
+#include "primitives_producer.cuh"
+
+#include "primitives_prefetch.cuh"
 
 using Element = bf16;        // x, y
 using WeightElement = bf16;  // weight
@@ -103,8 +109,14 @@ struct Rows {
   // group shares is fp32. Constants where it matters: the loop over the batches has a copy for each case.
   bool together = false, wide = true;
 
+  // The columns from a thread's first vector to another one. A block is a head: the thread's two vectors of
+  // it are half a head apart, and neighbouring threads have neighbouring vectors.
+  DEVICE static constexpr int distance(int vector) {
+    return (vector / kBlockVectors * kBlockVectors * kThreadsPerRow + vector % kBlockVectors * kBlockLanes) * kElements;
+  }
   DEVICE int column(int vector) const {
-    return first_column + (vector * kThreadsPerRow + static_cast<int>(row_thread())) * kElements;
+    const int thread = static_cast<int>(row_thread()), block = thread / kBlockLanes, lane = thread % kBlockLanes;
+    return first_column + block * kBlockColumns + lane * kElements + distance(vector);
   }
   // Whether the row extends into the thread's vector that begins at this column. A kernel for many N
   // checks only vectors past the smallest N (in a cluster, all), since a check costs as much as an
@@ -133,111 +145,216 @@ struct Rows {
   }
 };
 
-#include "row_sum.cuh"
-#include "row_sum_cta.cuh"
+// ---- The sum over a row ----------------------------------------------------------------------
+
+// A barrier of the threads of a team. Reads of a stage come before it, and the refill of the stage after
+// it.
+DEVICE void team_barrier() {
+  if constexpr (kThreadsPerRow <= 32) {
+    warp_barrier();
+  } else if constexpr (kTeams == 1) {
+    named_barrier(1, kThreadsPerRow);
+  } else {
+    named_barrier(1 + team_index(), kThreadsPerRow);
+  }
+}
+
+// The sum over the lanes of a warp that share a row, the same in each of them.
+DEVICE float warp_sum(float value) {
+#pragma unroll
+  for (int mask = (kThreadsPerRow < 32 ? kThreadsPerRow : 32) / 2; mask > 0; mask /= 2)
+    value = __fadd_rn(value, shuffle_xor(value, mask));
+  return value;
+}
+
+// The sum of kCount floats of shared memory, the same in every thread of the warp: in index order if
+// there are few, in a butterfly if there are many, after each lane has added every 32nd one.
+template <int kCount> DEVICE float sum_shared(const float* from) {
+  float total = 0.0f;
+  if constexpr (kCount <= 8) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) total = __fadd_rn(total, load_shared(from + i));
+  } else {
+    for (int i = threadIdx.x % 32; i < kCount; i += 32)
+      total = __fadd_rn(total, load_shared(from + i));
+    total = warp_sum(total);
+  }
+  return total;
+}
+// There are two buffers, used in turn. A warp that is ahead writes the next batch's sums while others
+// still read this one's. The barrier in between keeps it from being two batches ahead.
+struct RowSum {
+  static constexpr int kSums = kRowsInFlight * kWarpsPerRow;
+
+  float* sums;
+  unsigned batch = 0;
+
+  DEVICE explicit RowSum(unsigned char* smem, unsigned team)
+      : sums(reinterpret_cast<float*>(smem + kSumsOffset) + team * 2 * kSums) {}
+  DEVICE void operator()(float (&value)[kRowsInFlight]) {
+#pragma unroll
+    for (int u = 0; u < kRowsInFlight; ++u) value[u] = warp_sum(value[u]);
+    if constexpr (kWarpsPerRow == 1) {
+      team_barrier();
+    } else {
+      float* into = sums + (batch & 1) * kSums;
+      if (threadIdx.x % 32 == 0)
+#pragma unroll
+        for (int u = 0; u < kRowsInFlight; ++u)
+          store_shared(into + u * kWarpsPerRow + team_thread() / 32, value[u]);
+      team_barrier();
+#pragma unroll
+      for (int u = 0; u < kRowsInFlight; ++u)
+        value[u] = sum_shared<kWarpsPerRow>(into + u * kWarpsPerRow);
+      ++batch;
+    }
+  }
+};
 
 #include "schedule.cuh"
 
-// ---- Rows: cp.async into stages in shared memory ---------------------------------------------
-// A thread copies exactly the vectors that it reads, so it only has to wait for its own groups. It
-// commits one group per batch, also past the end, so that "all but the newest kAhead - 1" always
-// includes the batch that is due.
-// A slot is refilled by the thread that read it, and an asynchronous copy follows the earlier
-// instructions of its own thread (PTX ISA, asynchronous operations).
-// dx may be the memory of dy: a thread writes only elements that it has copied itself, and it has waited
-// for those copies. Later reads, also those of a reload, are of the copy.
+// ---- Rows: bulk copies by a warp of their own --------------------------------------------------
+// The CTA has one warp more than its teams. One of its lanes asks the copy engine for the rows of all
+// teams, stage after stage, as soon as a stage is free. So no thread that computes is held up by
+// requests, and a stage is free again once it has been read, not at the end of its batch.
+//
+// Each stage of a team has two mbarriers. `full` completes a phase when the producer has arrived with
+// the number of bytes and these have landed. `empty` completes one when every warp of the team has
+// arrived. Both sides count their batches, so that stage i % kStages of batch i is in phase i / kStages.
+//
+// Why a stage is not read before its bytes are there. A consumer waits for the phase of its batch with
+// an acquire at CTA scope. Its completion follows the copies' complete_tx, which makes their writes
+// visible to it (PTX ISA, "Async proxy": completion through an mbarrier implies a proxy fence).
+//
+// Why a stage is not overwritten before it has been read. The producer waits for the empty phase with an
+// acquire, before it requests the next copy into the stage. An arrival does not wait for loads of the
+// same thread that are still under way: without a fence the copy engine can overwrite what they are to
+// read (seen on H100s, in up to 149 of 150 launches where stores press on the queue). So every thread
+// that has read executes fence.proxy.async before the warp's barrier. The barrier orders it before the
+// arrival of lane 0, whose release the producer's wait acquires; the copy comes after that.
+//
+// Why nobody waits for ever. The producer fills the stages of all teams in the order in which the teams
+// take them, round by round. Take the earliest round and team that some CTA of a cluster cannot finish.
+// Its stage was filled, for that waits only until the team has read its batch kStages rounds ago, which
+// all CTAs have finished. So each of them has the rows, sends its sums, and receives those of the others.
+//
+// Why the producer may end first. It has no copies to wait for: those that have not landed are waited for
+// by the teams that read them, and a CTA ends with its last thread. Barriers of the CTA after that count
+// the threads that have not ended (CUDA C++ Programming Guide, __syncthreads). Before that no thread may
+// come to one: the teams' barriers are named, and tails begin after a CTA's last rows have been requested
+// and read. The empty phases that nobody waits for any more need no reader.
+//
+// dx may be the memory of dy, as in rows_bulk.cuh.
 
 struct RowPipeline {
-  static constexpr int kTileBytes = kVectors * kThreads * kVectorBytes;  // one row of every team
-  static constexpr int kResidualTileBytes = kResidual * kVectors * kThreads * kResidualBytes;
-  static constexpr int kStageBytes = kRowsInFlight * (1 * kTileBytes + kResidualTileBytes);
-  static constexpr int kAhead = kStages - kReload;
+  static_assert(kRowsAbreast == 1, "a bulk copy brings its row to a whole team");
+  static constexpr int kBatchBytes = kRowsInFlight * (1 * kRowBytes + kResidualRowBytes);
 
   const Rows& rows;
-  unsigned char* const first;  // this thread's first vector in the first stage
-  unsigned char* due;          // and in the stage of the batch that is due
+  const unsigned warp, team;  // known to be the same for the whole warp
+  unsigned char* tiles;  // of the CTA
+  unsigned long long *full, *empty;  // of team 0; those of the next team follow
+  int stage = 0;
+  unsigned phase = 0;
 
-  DEVICE RowPipeline(const Rows& r, unsigned char* smem)
-      : rows(r), first(smem + kTilesOffset + threadIdx.x * kVectorBytes), due(first) {}
-
-  // Vectors of consecutive threads are neighbours: no bank conflicts.
-  DEVICE static unsigned char* slot(unsigned char* stage, int tensor, int u, int j) {
-    return stage + (tensor * kRowsInFlight + u) * kTileBytes + j * kThreads * kVectorBytes;
+  DEVICE RowPipeline(const Rows& r, unsigned char* smem, unsigned of)
+      : rows(r), warp(of), team(of / kWarpsPerRow), tiles(smem + kTilesOffset), full(reinterpret_cast<unsigned long long*>(smem)),
+        empty(full + kTeams * kStages) {
+    // Unrolled, because in a loop the compiler puts a fence before each of them. The kernel fences them,
+    // and a barrier of the CTA or of the cluster publishes them.
+    if (threadIdx.x == 0) {
+#pragma unroll
+      for (int s = 0; s < kTeams * kStages; ++s) {
+        mbarrier_init(&full[s], 1);
+        mbarrier_init(&empty[s], kWarpsPerRow);
+      }
+    }
   }
-  DEVICE static unsigned char* residual_slot(unsigned char* stage, int u, int j, int chunk) {
-    constexpr int kChunk = kChunkOf<kResidualBytes>;
-    // `stage` already has threadIdx.x * kVectorBytes in it, hence the difference at the end.
-    return stage + 1 * kRowsInFlight * kTileBytes + u * kResidualTileBytes +
-           (j * (kResidualBytes / kChunk) + chunk) * kThreads * kChunk +
-           static_cast<int>(threadIdx.x) * (kChunk - kVectorBytes);
+  // Requests all rows of the CTA. For the threads of the last warp, of which one does it.
+  DEVICE void produce(long long first, long long step) {
+    if (!elected()) return;
+    int into = 0;
+    unsigned turn = 1;  // of a barrier that has completed no phase the one before counts as complete
+#pragma unroll 1
+    for (long long batch = first; batch < rows.batches; batch += step) {
+#pragma unroll 1
+      for (int team = 0; team < kTeams && batch + team < rows.batches; ++team) {
+        mbarrier_wait(&empty[team * kStages + into], turn);
+        fetch(batch + team, team * kStages + into);
+      }
+      if (++into == kStages) {
+        into = 0;
+        turn ^= 1;
+      }
+    }
   }
-  DEVICE void fetch(long long batch, unsigned char* into) {
+  DEVICE void fetch(long long batch, int into) {
+    const long long row = row_of_team(batch);
+    const long long left = rows.count - row;
+    // A batch of one row exists if it is due.
+    const int valid = kBatchRows == 1 || left >= kRowsInFlight ? kRowsInFlight : static_cast<int>(left);
+    unsigned char* tile = tiles + into * kBatchBytes;
+    mbarrier_expect(&full[into], valid * (1 * kRowBytes + kResidualRowBytes));
+#pragma unroll 1
+    for (int u = 0; u < valid; ++u) {
+      bulk_load(tile + u * kRowBytes, rows.x(row + u, rows.first_column), kRowBytes, &full[into]);
+    }
+  }
+  DEVICE static long long row_of_team(long long batch) { return batch * kBatchRows; }
+  DEVICE void start(const Schedule&) {}
+  DEVICE unsigned place() const { return team * kStages + stage; }
+  DEVICE void await() { mbarrier_wait(&full[place()], phase); }
+  // A batch of one row exists if it is due.
+  DEVICE bool exists(long long batch, int u) const {
+    return kBatchRows == 1 || row_of(batch, u) < rows.count;
+  }
+  DEVICE void read(RowPacket (&x)[kRowsInFlight][kVectors], long long batch) {
+    const unsigned char* tile = tiles + place() * kBatchBytes;
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) {
-      const long long row = row_of(batch, u);
-      const bool exists = rows.together ? batch < rows.batches : row < rows.count;
-      const Element* const x_from = rows.x_in(batch, u);
+      const bool valid = exists(batch, u);
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
         const int column = rows.column(j);
-        if (exists && rows.owns(j, column)) {
-          copy_async<kVectorBytes>(slot(into, 0, u, j), x_from + j * kThreadsPerRow * kElements);
-        }
-      }
-    }
-    copy_async_commit();
-  }
-  // The address is advanced here, too. If NVRTC 13.0 splits the address of a copy with a cache policy
-  // into a thread's register and a uniform one, it emits an illegal instruction.
-  DEVICE void start(const Schedule& schedule) {
-    unsigned char* into = first;
-#pragma unroll 1
-    for (int s = 0; s < kAhead; ++s, into += kStageBytes) fetch(schedule.ahead(s), into);
-  }
-  DEVICE void await() { copy_async_wait<kAhead - 1>(); }
-  DEVICE void read(RowPacket (&x)[kRowsInFlight][kVectors], long long batch) {
-#pragma unroll
-    for (int u = 0; u < kRowsInFlight; ++u) {
-      const bool valid = rows.has(row_of(batch, u));
-#pragma unroll
-      for (int j = 0; j < kVectors; ++j) {
+        const int at = (column - rows.first_column) * static_cast<int>(sizeof(Element));
         x[u][j] = RowPacket{};
-        if (valid && rows.owns(j, rows.column(j))) {
-          x[u][j] = load_shared_packet<kVectorBytes>(slot(due, 0, u, j));
+        if (valid && rows.owns(j, column)) {
+          x[u][j] = load_shared_packet<kVectorBytes>(tile + u * kRowBytes + at);
         }
       }
     }
   }
-  DEVICE unsigned char* last() const { return first + (kStages - 1) * kStageBytes; }
-  // With a reload, the stage of this batch is still needed, so the one before it is refilled.
-  DEVICE void refill(const Schedule& schedule) {
-    fetch(schedule.ahead(kAhead), !kReload ? due : due == first ? last() : due - kStageBytes);
+  // Hands the stage back to the producer, after the last read of it.
+  DEVICE void release() {
+    fence_async_shared();
+    warp_barrier();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(&empty[place()]);
   }
-  DEVICE void advance() { due = due == last() ? first : due + kStageBytes; }
+  DEVICE void refill(const Schedule&) {}
+  DEVICE void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
 };
 
 // ---- Pairs of columns ---------------------------------------------------------------------------
 // A row is heads of kHead columns. In each of them, i and i + kHead / 2 are a pair. A vector lies in one half
 // of a head, so its partner is a vector.
-//
-// Where the vectors of every head lie in lanes of a warp, side by side, the partner is one shuffle away.
-// Otherwise it is read a second time, from global memory: the row has been asked for just before, so a
-// cache has it.
+// Vectors 2k and 2k + 1 of a thread are those of one head: the first lies in its first half, and the second
+// is the partner.
 // Memory ordering. Nothing but registers is exchanged, and what is read a second time is an input that
 // nobody writes: an output may not be the memory of a tensor that is read in pairs.
 
 constexpr int kHead = 128, kHalf = kHead / 2;
 static_assert(kExact && kHead % (2 * kElements) == 0, "a vector lies in one half of a head");
 static_assert(kRowColumns % kHead == 0, "a row is whole heads");
-constexpr int kHeadVectors = kHead / kElements;
-constexpr bool kOwnPartners = false;
-// Vector t + j * kThreadsPerRow of the CTA's columns is vector j of thread t. Where both kColumns and these
-// threads are of whole heads, and as many vectors as a head has divide a warp, a head's vectors lie in that
-// many lanes from a multiple of it on. Lanes without a vector have no partner with one.
-constexpr bool kPartnersInWarp =
-    kColumns % kHead == 0 && kThreadsPerRow % kHeadVectors == 0 && 32 % kHeadVectors == 0;
+constexpr bool kOwnPartners = true, kPartnersInWarp = false;
 
 DEVICE int partner_of(int column) { return column % kHead < kHalf ? column + kHalf : column - kHalf; }
+// Which vector of the thread is the partner of `j`.
+DEVICE constexpr int own_partner(int j) { return j ^ 1; }
 
 // The partners of all vectors of a batch; `at` is where a tensor has a row and column. All lanes of a
 // warp come here together: teams are whole warps, and all their threads go through every batch.
@@ -249,12 +366,12 @@ DEVICE void read_partners(RowPacket (&into)[kRowsInFlight][kVectors],
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       if constexpr (kOwnPartners) {
-        into[u][j] = own[u][(j + kVectors / 2) % kVectors];
+        into[u][j] = own[u][own_partner(j)];
       } else if constexpr (kPartnersInWarp) {
 #pragma unroll
         for (int k = 0; k < (kVectorBytes + 3) / 4; ++k)
           into[u][j].words[k] = __float_as_uint(
-              shuffle_xor(__uint_as_float(own[u][j].words[k]), kHeadVectors / 2));
+              shuffle_xor(__uint_as_float(own[u][j].words[k]), kThreadsPerRow / 2));
       } else {
         const long long row = row_of(batch, u);
         const int column = rows.column(j);
@@ -273,8 +390,7 @@ DEVICE void read_partners(RowPacket (&into)[kRowsInFlight][kVectors],
 // Words of fp32 numbers, or in front those of the rows' dtype: what they mean is decided where they are
 // used, so that nothing waits for them before.
 using GroupPacket = Packet<4 * kElements>;
-// Where a thread's vectors are whole halves apart, all have the same.
-constexpr int kGroupVectors = kThreadsPerRow * kElements % kHalf == 0 ? 1 : kVectors;
+constexpr int kGroupVectors = 1;  // all vectors of a thread lie at the same place in a half
 
 DEVICE unsigned quotient(unsigned number, long long factor) {
   return static_cast<unsigned>((static_cast<unsigned long long>(factor) * number) >> 32);
@@ -318,6 +434,26 @@ DEVICE void load_group(GroupPacket (&into)[kRowsInFlight][kGroupVectors], const 
     }
   }
 }
+// Asks the L2 for those of a later batch, so that its loads, a batch ahead of their use, need not wait for
+// memory. One of the threads that share a number asks for it. No result depends on it.
+DEVICE void prefetch_groups(const Rows& rows, long long batch) {
+  if (batch >= rows.batches) return;
+  constexpr int kApart = kHalf;  // columns with numbers of their own
+#pragma unroll
+  for (int u = 0; u < (rows.together ? 1 : kRowsInFlight); ++u) {
+    const long long row = rows.together ? batch * kBatchRows : row_of(batch, u);
+    if (!rows.has(row)) continue;
+#pragma unroll
+    for (int j = 0; j < kGroupVectors; ++j) {
+      const int column = rows.column(j), size = rows.wide ? 4 : static_cast<int>(sizeof(Element));
+      if (column >= kApart) continue;
+      prefetch_l2(static_cast<const char*>(rows.arguments.cos) +
+                  (group_start(rows.arguments, row, rows.arguments.cos_stride) + column) * size);
+      prefetch_l2(static_cast<const char*>(rows.arguments.sin) +
+                  (group_start(rows.arguments, row, rows.arguments.sin_stride) + column) * size);
+    }
+  }
+}
 DEVICE float group_number(const GroupPacket& packet, int i, bool wide) {
   if (wide) return __uint_as_float(packet.words[i]);
   return element<Element>(packet.words, i);
@@ -327,11 +463,30 @@ DEVICE float group_number(const GroupPacket& packet, int i, bool wide) {
 
 #include "weight_registers.cuh"
 
-#include "weight_pairs.cuh"
+// The weights at the partners of a thread's columns: its own, or in registers.
+struct PartnerWeights {
+  const Weight& weights;
+  Packet<kWeightBytes> packets[kVectors];
+
+  DEVICE PartnerWeights(const Weight& own, const Rows& rows, const WeightElement* weight)
+      : weights(own) {
+    if constexpr (kOwnPartners) return;
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      const int column = rows.column(j);
+      packets[j] = Packet<kWeightBytes>{};
+      if (rows.owns(j, column)) packets[j] = load_weights(weight, partner_of(column));
+    }
+  }
+  DEVICE Packet<kWeightBytes> operator[](int j) const {
+    if constexpr (kOwnPartners) return weights[own_partner(j)];
+    return packets[j];
+  }
+};
 
 // ---- The kernel -----------------------------------------------------------------------------
 
-extern "C" __global__ void __launch_bounds__(64, 6) rmsnorm_rope_forward(ARGUMENTS(Arguments, args)) {
+extern "C" __global__ void __launch_bounds__(192, 2) rmsnorm_rope_forward(ARGUMENTS(Arguments, args)) {
   DYNAMIC_SHARED(smem);
   constexpr int rank = 0;
   const unsigned participants = gridDim.x;
@@ -339,13 +494,20 @@ extern "C" __global__ void __launch_bounds__(64, 6) rmsnorm_rope_forward(ARGUMEN
 
   Rows rows{args, args.rows, (args.rows + kBatchRows - 1) / kBatchRows, rank * kColumns,
                   args.columns};
-  RowPipeline pipeline(rows, smem);
-  RowSum row_sum(smem);
-  Schedule schedule{static_cast<long long>(participant) * kTeams + team_index(),
+  const unsigned warp = warp_index(), team = warp / kWarpsPerRow;  // the last warp is of none
+  RowPipeline pipeline(rows, smem, warp);
+  RowSum row_sum(smem, team);
+  Schedule schedule{static_cast<long long>(participant) * kTeams + team,
                     static_cast<long long>(participants) * kTeams};
-  // The first rows are requested before any barrier. With bulk copies this is safe because the requesting
-  // thread has itself set up the barriers of the stages, and no other thread looks at them yet.
-  pipeline.start(schedule);
+  if (threadIdx.x == 0) mbarrier_init_fence();  // it has initialised all barriers
+  // Publishes them to the CTA, and in a cluster also to those that send to it. Whatever else is in
+  // shared memory has barriers of its own.
+  cta_barrier();
+  if (warp == kThreads / 32) {
+    pipeline.produce(static_cast<long long>(participant) * kTeams,
+                     static_cast<long long>(participants) * kTeams);
+    return;
+  }
   const Weight weights(rows, args.weight, smem);
   const PartnerWeights partner_weights(weights, rows, args.weight);
 
@@ -364,6 +526,8 @@ extern "C" __global__ void __launch_bounds__(64, 6) rmsnorm_rope_forward(ARGUMEN
   // A batch ahead of its use.
   GroupPacket next_sin_words[kRowsInFlight][kGroupVectors];
   load_group(next_sin_words, args.sin, args.sin_stride, rows, schedule.batch);
+#pragma unroll 1
+  for (int i = 1; i < 2; ++i) prefetch_groups(rows, schedule.ahead(i));
 
   for (; schedule.batch < rows.batches; schedule.next()) {
     const long long batch = schedule.batch;
@@ -380,10 +544,12 @@ extern "C" __global__ void __launch_bounds__(64, 6) rmsnorm_rope_forward(ARGUMEN
 #pragma unroll
       for (int j = 0; j < kGroupVectors; ++j) sin_words[u][j] = next_sin_words[u][j];
     load_group(next_sin_words, args.sin, args.sin_stride, rows, schedule.ahead(1));
+    prefetch_groups(rows, schedule.ahead(2));
     pipeline.await();
     pipeline.read(xs, batch);
     RowPacket partner_xs[kRowsInFlight][kVectors];
     read_partners(partner_xs, xs, rows, batch, &Rows::x);
+    if constexpr (!kReload) pipeline.release();
     float sum[kRowsInFlight] = {};
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u)
@@ -400,6 +566,7 @@ extern "C" __global__ void __launch_bounds__(64, 6) rmsnorm_rope_forward(ARGUMEN
     pipeline.refill(schedule);
     if constexpr (kReload) pipeline.read(xs, batch);
     if constexpr (kReload) read_partners(partner_xs, xs, rows, batch, &Rows::x);
+    if constexpr (kReload) pipeline.release();
 
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) {
@@ -417,12 +584,12 @@ extern "C" __global__ void __launch_bounds__(64, 6) rmsnorm_rope_forward(ARGUMEN
         for (int i = 0; i < kElements; ++i) {
           const float normalized = __fmul_rn(__fmul_rn(element<Element>(xs[u][j].words, i), rstd), weight_of(w, i, args.weight_offset));
           const float rotated = __fmul_rn(__fmul_rn(element<Element>(partner_xs[u][j].words, i), rstd), weight_of(partner_w, i, args.weight_offset));
-          out[i] = __fmaf_rn(normalized, group_number(cos_words[rows.together ? 0 : u][j % kGroupVectors], i, rows.wide), __fmul_rn((rows.column(j) % kHead < kHalf) ? -rotated : rotated, group_number(sin_words[rows.together ? 0 : u][j % kGroupVectors], i, rows.wide)));
+          out[i] = __fmaf_rn(normalized, group_number(cos_words[rows.together ? 0 : u][j % kGroupVectors], i, rows.wide), __fmul_rn((j % 2 == 0) ? -rotated : rotated, group_number(sin_words[rows.together ? 0 : u][j % kGroupVectors], i, rows.wide)));
         }
-        if (args.y != nullptr && rows.has(row) && rows.owns(j, column)) {
+        if (args.y != nullptr && pipeline.exists(batch, u) && rows.owns(j, column)) {
           RowPacket packet;
           narrow<Element, kElements>(packet.words, out);
-          store_row<kVectorBytes>(y_to + j * kThreadsPerRow * kElements, packet);
+          store_row<kVectorBytes>(y_to + Rows::distance(j), packet);
         }
       }
     }
@@ -438,4 +605,4 @@ extern "C" __global__ void __launch_bounds__(64, 6) rmsnorm_rope_forward(ARGUMEN
     take_batches(true, false);
 }
 
-// Headers: templates/*.cuh, revision 513f273f53bd
+// Headers: templates/*.cuh, revision 268b1f99335a

@@ -1,4 +1,4 @@
-// rope_none_direct_n96_bf16_16x2_c01ae099
+// rope_none_direct_n96_bf16_6x1_440ef907
 //
 // y = x * cos + rotate_half(x) * (sign * sin), and rotate_half(x) = -x of the second half of a row in front of
 // x of the first.
@@ -12,20 +12,20 @@ constexpr bool kExact = true;  // N is a constant
 constexpr int kRowColumns = 96;  // N
 constexpr int kColumns = 96;  // columns of one CTA
 constexpr int kCluster = 1;  // CTAs that share a row
-constexpr int kThreadsPerRow = 16;
-constexpr int kTeamThreads = 32;  // those of a row, but at least a warp
-constexpr int kRowsAbreast = 2;  // rows that parts of a warp work on side by side
-constexpr int kTeams = 2;  // of a CTA, each with rows of its own
-constexpr int kThreads = 64;  // of one CTA
-constexpr int kRowsInFlight = 4;  // rows that a thread works on at once
-constexpr int kBatchRows = 8;  // rows of a batch: kRowsInFlight * kRowsAbreast
+constexpr int kThreadsPerRow = 6;
+constexpr int kTeamThreads = 96;  // those of a row, but at least a warp
+constexpr int kRowsAbreast = 16;  // rows that parts of a warp work on side by side
+constexpr int kTeams = 1;  // of a CTA, each with rows of its own
+constexpr int kThreads = 96;  // of one CTA
+constexpr int kRowsInFlight = 2;  // rows that a thread works on at once
+constexpr int kBatchRows = 32;  // rows of a batch: kRowsInFlight * kRowsAbreast
 constexpr int kStages = 1;  // batches under way in shared memory
 constexpr int kStageBarriers = 0;  // transaction barriers of one team's stages
 constexpr int kReload = 0;  // x and dy are read again for dx
 constexpr int kVectorBytes = 16;
 constexpr int kElements = 8;  // elements of x in a vector
-constexpr int kVectors = 1;  // vectors of a row in one thread
-constexpr int kWarpsPerRow = 1;
+constexpr int kVectors = 2;  // vectors of a row in one thread
+constexpr int kWarpsPerRow = 3;
 constexpr int kWeightBytes = 16;  // of the weight for one vector of x
 constexpr int kRowBytes = 192;  // of one CTA's part of a row of x
 constexpr int kOffset = 0;  // a number is added to the weight
@@ -40,11 +40,12 @@ constexpr int kSumsOffset = 0;  // bytes into shared memory
 constexpr int kWeightOffset = 0;  // bytes into shared memory; not args.weight_offset
 constexpr int kBroadcastOffset = 0;
 constexpr int kTilesOffset = 128;
-#define ROW_LOAD ".cs.nc"
-#define ROW_POLICY ""
-#define ROW_HINT ""
-#define ROW_OPERAND ""
-#define ROW_STORE ""
+#define ROW_LOAD ".nc"
+// Rows are asked for with a priority in the L2.
+#define ROW_POLICY ".reg .b64 policy; createpolicy.fractional.L2::evict_last.b64 policy, 1.0; "
+#define ROW_HINT ".L2::cache_hint"
+#define ROW_OPERAND ", policy"
+#define ROW_STORE ".cs"
 #define LEAST_COLUMNS 96  // of a row
 
 #include "primitives.cuh"
@@ -169,7 +170,7 @@ struct RowPipeline {
 
 // ---- The kernel -----------------------------------------------------------------------------
 
-extern "C" __global__ void  rope(ARGUMENTS(Arguments, args)) {
+extern "C" __global__ void __launch_bounds__(96, 8) rope(ARGUMENTS(Arguments, args)) {
   DYNAMIC_SHARED(smem);
   constexpr int rank = 0;
   const unsigned participants = gridDim.x;
