@@ -234,8 +234,8 @@ class RowGeometry(ItemSizes):
 
     @property
     def halves(self) -> bool:
-        """True when a row is heads of which a thread has vectors in pairs: one in the first half, and
-        one half a head behind it."""
+        """True when a row is heads of which a thread has vectors in pairs: one in the first half,
+        and one half a head behind it."""
         if not self.joined or self.interleaved or self.half_lanes == 0:
             return False
         whole = self["threads_per_row"] % self.half_lanes == self.columns % self.rotated == 0

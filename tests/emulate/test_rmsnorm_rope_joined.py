@@ -44,6 +44,7 @@ def test_deterministic_reduction_gives_one_set_of_right_bits(
         ("61x1024:bf16+joined64", 32, "own"),
         ("45x1024:fp16:fp32+offset+joined512", 64, "own"),
         ("45x256:fp32:fp32+offset+joined64", 16, "own"),
+        ("61x896:bf16+joined128", 64, "shuffled"),  # some threads have no columns
         ("61x1280:bf16+joined128", 160, "shuffled"),
         ("61x1024:bf16+joined128", 128, "shuffled"),
         ("45x1280:bf16+joined128", 64, "shuffled"),  # some threads have a vector less

@@ -479,8 +479,8 @@ def test_identity_covers_the_row_length_the_dtypes_and_exactness() -> None:
 
 
 def test_threads_that_do_not_divide_a_warp_have_both_columns_of_a_pair() -> None:
-    """Six threads have twelve vectors of a head, two each, and three warps sixteen heads. Twelve have
-    one each, whose partner another lane has."""
+    """Six threads have twelve vectors of a head, two each, and three warps have sixteen heads.
+    Twelve threads have one each, whose partner another lane has."""
     target = find_target("h200")
     v = plain_variant(
         Problem.parse("4096x96:bf16", "rope"), target, threads_per_row=6, rows_per_cta=4
