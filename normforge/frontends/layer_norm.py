@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -38,7 +38,7 @@ from .layer_norm_operators import (
 from .layer_norm_routes import LAYER_NORM, dw_and_db, layer_norm_aten_call
 from .package import NormPackage, Shape
 from .patch import ALREADY, REMADE, ModuleForward, replace_forwards
-from .tried import is_layer_norm
+from .tried import eps_of, is_layer_norm
 
 
 class LayerNormPackage(NormPackage):
@@ -62,11 +62,15 @@ class LayerNormPackage(NormPackage):
         # A class per package, under a name by which pickle finds it.
         members = {"_package": property(lambda _: self), "__doc__": LayerNorm.__doc__}
         self.LayerNorm: type[LayerNorm] = type("LayerNorm", (LayerNorm,), members)
-        # One object, so that all modules that it is patched into share one class.
+        # One object each, so that all modules that it is patched into share one class.
         self._patched_forward = lambda module, input: self.layer_norm(
             input, module.weight, module.bias, module.eps
         )
-        setattr(self._patched_forward, REMADE, partial(getattr, self, "_patched_forward"))
+        self._patched_other = lambda module, input: self.layer_norm(
+            input, module.weight, getattr(module, "bias", None), cast(float, eps_of(module))
+        )
+        for name in ("_patched_forward", "_patched_other"):
+            setattr(getattr(self, name), REMADE, partial(getattr, self, name))
 
     @overload
     def layer_norm(
@@ -261,15 +265,18 @@ class LayerNormPackage(NormPackage):
         return (dx, *dw_and_db(sums), *third)
 
     def patch(self, model: torch.nn.Module) -> list[str]:
-        """Serve the LayerNorms of a model: torch.nn.LayerNorm over one dimension, and subclasses
-        if they compute the same on a few rows. Returns their names.
-        `unpatch(model)` undoes it."""
+        """Serve the LayerNorms of a model: torch.nn.LayerNorm over one dimension, and classes
+        derived from it or called ...Norm, as Hugging Face's Cohere has, if they compute the same on
+        a few rows. Returns their names. `unpatch(model)` undoes it."""
         other = "it is not a LayerNorm over one dimension, or computes something else"
 
         def forward_for(module: Any) -> ModuleForward | str:
             if hasattr(type(module), "_package"):
                 return ALREADY
-            return self._patched_forward if is_layer_norm(module) else other
+            if not is_layer_norm(module):
+                return other
+            own = isinstance(module, torch.nn.LayerNorm)
+            return self._patched_forward if own else self._patched_other
 
         return replace_forwards(model, self._layer, forward_for)
 

@@ -137,10 +137,9 @@ def _summarise(norm: str, served: int, left: Counter[tuple[type, str]], quiet: b
     words = f"patch serves {served} {norm}{'s' * (served != 1)} and leaves {count} alone"
     if left:
         words += ": " + ", ".join(f"{n} {kind.__name__} ({why})" for (kind, why), n in left.items())
-    for kind in dict.fromkeys(kind for kind, _ in left):
-        other = kind.__name__
-        pytorchs = other != norm and kind is getattr(torch.nn, other, None)
-        if pytorchs and (_LIBRARY / f"{other.lower()}.py").is_file():
+    for other in ("LayerNorm", "RMSNorm"):
+        called = other != norm and any(kind.__name__.endswith(other) for kind, _ in left)
+        if called and (_LIBRARY / f"{other.lower()}.py").is_file():
             words += f"; normforge.{other.lower()}.patch serves {other}s over one dimension"
     nothing = not (served or quiet) and all(why != ALREADY for _, why in left)
     _log.log(logging.WARNING if nothing else logging.INFO, "%s", words)

@@ -244,28 +244,34 @@ def dtype_by(served: str, x: torch.dtype, weight: torch.dtype) -> torch.dtype:
 @in_both_modes(otherwise=False)
 def is_layer_norm(module: Any) -> bool:
     """Return True if a module computes what torch.nn.LayerNorm does, over one dimension."""
-    kind = type(module)
-    if not isinstance(module, torch.nn.LayerNorm):
+    shape: Any = getattr(module, "normalized_shape", None)
+    if shape is None:  # a class that has nothing of PyTorch's may have a weight of that shape
+        weight = getattr(module, "weight", None)
+        shape = weight.shape if isinstance(weight, torch.Tensor) else ()
+    if len(shape) != 1 or not any(hasattr(module, name) for name in EPS_NAMES):
         return False
-    if len(module.normalized_shape) != 1 or isinstance(module.eps, torch.Tensor):
+    eps = eps_of(module)
+    if eps is None or isinstance(eps, torch.Tensor):
         return False
-    if kind is torch.nn.LayerNorm:
+    if type(module) is torch.nn.LayerNorm:
         return True
     alone = {*module.state_dict()} <= {"weight", "bias"}
     if not alone or len(inspect.signature(module.forward).parameters) != 1:
         return False
-    (width,) = module.normalized_shape
+    (width,) = shape
     values = {"weight": evenly(-1, 2, width), "bias": evenly(2, -3, width)}
-    scales = {name: None if getattr(module, name) is None else values[name] for name in values}
+    have = [name for name in values if getattr(module, name, None) is not None]
+    scales = {name: values[name] if name in have else None for name in values}
+    own = {k: v for k, v in scales.items() if v is not None or hasattr(module, k)}
     given = [value for value in scales.values() if value is not None]
 
     def norm(x: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
         leaves = iter(given)
         weight, bias = (None if value is None else next(leaves) for value in scales.values())
-        return torch.nn.functional.layer_norm(x, (width,), weight, bias, module.eps)
+        return torch.nn.functional.layer_norm(x, (width,), weight, bias, eps)
 
     # Some take four dimensions for channels before rows, and some compute narrow rows in fp32.
     for x in rows_to_try(width):
-        if not are_close(try_training(module, scales, x), results_of(norm, x, *given), x):
+        if not are_close(try_training(module, own, x), results_of(norm, x, *given), x):
             return False
-    return all(dtype == x for (x, _), dtype in dtypes_of_results(module, scales, width).items())
+    return all(dtype == x for (x, _), dtype in dtypes_of_results(module, own, width).items())

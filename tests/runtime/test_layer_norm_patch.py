@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -50,12 +51,34 @@ class Centred(nn.LayerNorm):
     pass
 
 
+class CohereLayerNorm(nn.Module):
+    """A norm as Hugging Face's Cohere has it, and with a bias where it is asked for."""
+
+    def __init__(
+        self, width: int, eps: float = 1e-5, bias: bool = True, elementwise_affine: bool = True
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        if bias and elementwise_affine:
+            self.bias = nn.Parameter(torch.zeros(width))
+        self.variance_epsilon = eps
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        wide = hidden_states.to(torch.float32)
+        mean = wide.mean(-1, keepdim=True)
+        variance = (wide - mean).pow(2).mean(-1, keepdim=True)
+        y = self.weight.float() * ((wide - mean) * torch.rsqrt(variance + self.variance_epsilon))
+        if hasattr(self, "bias"):
+            y = y + self.bias.float()
+        return y.to(hidden_states.dtype)
+
+
 def nodes_of(y: torch.Tensor) -> str:
     return type(y.grad_fn).__name__
 
 
 @pytest.mark.parametrize("affine", [{}, {"bias": False}, {"elementwise_affine": False}])
-@pytest.mark.parametrize("kind", [nn.LayerNorm, WideLayerNorm, Centred])
+@pytest.mark.parametrize("kind", [nn.LayerNorm, WideLayerNorm, Centred, CohereLayerNorm])
 def test_norms_are_served_and_given_back(
     package: LayerNormPackage, kind: Any, affine: dict[str, bool]
 ) -> None:
@@ -81,11 +104,13 @@ def test_norms_are_served_and_given_back(
 
 
 def test_packages_of_both_norms_patch_one_model(
-    package: LayerNormPackage, rms_package: Package
+    package: LayerNormPackage, rms_package: Package, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = nn.Sequential(nn.LayerNorm(16), nn.RMSNorm(16))
     assert package.patch(model) == ["0"]
     assert rms_package.patch(model) == ["1"]
+    assert rms_package.patch(CohereLayerNorm(16)) == []
+    assert "; normforge.layernorm.patch serves LayerNorms over one dimension" in caplog.text
     assert package.patch(model) == ["0"]
     assert nodes_of(model(leaf(4, 16))) == "EagerNormBackward"
     assert nodes_of(model[0](leaf(4, 16))) == "EagerLayerNormBackward"
@@ -117,6 +142,10 @@ def with_detached_statistics(norm: Any, x: torch.Tensor) -> torch.Tensor:
     return (x - mean) * torch.rsqrt(variance + norm.eps) * norm.weight + norm.bias
 
 
+def of_cohere(change: Callable[[Any, torch.Tensor], torch.Tensor]) -> type:
+    return made(CohereLayerNorm, "OtherCohereLayerNorm", change)
+
+
 OTHERS: dict[str, Any] = {
     "Double": lambda norm, x: 2 * plain(norm, x),
     "Offset": lambda norm, x: with_scales(norm, x, 1 + norm.weight, norm.bias),
@@ -129,8 +158,13 @@ OTHERS: dict[str, Any] = {
     "OtherInEvaluation": lambda norm, x: plain(norm, x) * (2 - norm.training),
 }
 KINDS = [
-    ScaledLayerNorm, *(made(nn.LayerNorm, f"{name}LayerNorm", of) for name, of in OTHERS.items())
-]  # fmt: skip
+    ScaledLayerNorm,
+    *(made(nn.LayerNorm, f"{name}LayerNorm", of) for name, of in OTHERS.items()),
+    of_cohere(lambda norm, x: x * torch.rsqrt(x.var(-1, keepdim=True) + norm.variance_epsilon)),
+    of_cohere(lambda norm, x: CohereLayerNorm.forward(norm, x.float())),
+    of_cohere(lambda norm, x: CohereLayerNorm.forward(norm, x) * (1 + norm.variance_epsilon * 1e3)),
+    of_cohere(lambda norm, x: CohereLayerNorm.forward(norm, x) + norm.weight),
+]
 
 
 def test_an_eps_that_is_a_tensor_may_change_and_is_left_alone(package: LayerNormPackage) -> None:
