@@ -25,7 +25,7 @@ from normforge.launch.driver import LaunchError
 from normforge.launch.loaded_kernel import LoadedKernel
 from normforge.launch.workspace import LINE, PER_THREAD, SHARED_FROM, SLAB, Workspaces
 from normforge.serve.options import Arguments, Options
-from normforge.spec import SUM_KERNEL, Launch, plan_launch
+from normforge.spec import SUM_KERNEL, UNBOUNDED, ForwardSpec, Launch, plan_launch
 from tests.support.fake_driver import SEPARATE, SPEC, Calls, FakeDriver, read_arguments, tensors
 from tests.support.native import in_threads
 
@@ -476,6 +476,17 @@ def test_clusters_without_room_are_told_once(driver: FakeDriver, room: int) -> N
     assert len(said) == (room < 15)
     assert all("15 clusters of 8 CTAs" in text and "room for 14" in text for text in said)
     assert len(driver.launches) == 2
+
+
+@pytest.mark.parametrize("forward", [False, True])
+def test_clusters_that_wait_for_no_other_need_no_room(driver: FakeDriver, forward: bool) -> None:
+    """The hardware starts those of a kernel without sums over its rows when others have ended."""
+    driver.room = 1
+    said: list[str] = []
+    of_forward = ForwardSpec("forward", 4096, True, "bf16", "bf16", 128, 0, 16, 1, 1, 8, 1, 132)
+    spec = of_forward if forward else replace(SPEC, cluster=8, sms=UNBOUNDED)
+    LoadedKernel(b"cubin", spec, said.append).load(0)
+    assert said == []
 
 
 def test_a_driver_that_does_not_know_the_room_is_no_fault(driver: FakeDriver) -> None:

@@ -248,6 +248,15 @@ def test_tensors_of_two_dtypes_are_widened(serve: Any, driver: Device) -> None:
     assert torch.equal(matrices["cos"][S:], narrow.float()[:, 0])
 
 
+def test_narrow_tensors_are_read_where_they_are() -> None:
+    numbers = {name: random(B, S, 1, HALF, dtype=torch.bfloat16) for name in ("cos", "sin")}
+    matrices = matrices_of_groups(
+        RMSNORM_ROPE_BACKWARD.signature, plain(**numbers), random(B, S, H, N)
+    )
+    found = {name: (one.dtype, one.data_ptr()) for name, one in matrices.items()}
+    assert found == {name: (one.dtype, one.data_ptr()) for name, one in numbers.items()}
+
+
 def test_a_period_by_which_no_factor_divides_is_written_out(
     serve: Any, driver: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
