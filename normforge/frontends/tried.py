@@ -244,10 +244,10 @@ def dtype_by(served: str, x: torch.dtype, weight: torch.dtype) -> torch.dtype:
 @in_both_modes(otherwise=False)
 def is_layer_norm(module: Any) -> bool:
     """Return True if a module computes what torch.nn.LayerNorm does, over one dimension."""
-    shape: Any = getattr(module, "normalized_shape", None)
-    if shape is None:  # a class that has nothing of PyTorch's may have a weight of that shape
-        weight = getattr(module, "weight", None)
-        shape = weight.shape if isinstance(weight, torch.Tensor) else ()
+    weight = getattr(module, "weight", None)
+    shape: Any = weight.shape if isinstance(weight, torch.Tensor) else ()
+    if isinstance(module, torch.nn.LayerNorm):
+        shape = module.normalized_shape
     if len(shape) != 1 or not any(hasattr(module, name) for name in EPS_NAMES):
         return False
     eps = eps_of(module)

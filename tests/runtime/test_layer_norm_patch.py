@@ -62,6 +62,7 @@ class CohereLayerNorm(nn.Module):
         if bias and elementwise_affine:
             self.bias = nn.Parameter(torch.zeros(width))
         self.variance_epsilon = eps
+        self.normalized_shape = width  # unlike PyTorch's, no tuple
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         wide = hidden_states.to(torch.float32)
