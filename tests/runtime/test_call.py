@@ -289,6 +289,20 @@ def test_binding_of_another_thread_is_not_taken(calls: Calls) -> None:
 
 
 @of_any_norm
+def test_a_call_keeps_bindings_of_so_many_streams(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs make streams all the time, and free them, which nobody tells."""
+    monkeypatch.setattr("normforge.serve.call.MOST_STREAMS", 3)
+    kept = []
+    for calls.device.stream in (11, 12, 13, 13, 14, 15):
+        calls()
+        (call,) = calls._made.values()
+        kept.append(sorted(call.bindings))
+    assert kept == [[11], [11, 12], [11, 12, 13], [11, 12, 13], [14], [14, 15]]
+
+
+@of_any_norm
 def test_refused_launch_is_an_error_of_the_call(calls: Calls) -> None:
     calls()
     calls.driver.status = cuda.CUresult.CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES

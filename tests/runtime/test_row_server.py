@@ -374,6 +374,18 @@ def test_a_known_call_keeps_nothing_for_the_stream_that_every_thread_has(
     assert known is not None and known._bindings == {}
 
 
+def test_a_known_call_keeps_bindings_of_so_many_streams(
+    serve: Any, tuned: RowServer, device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("normforge.serve.row_calls.MOST_STREAMS", 3)
+    kept = []
+    for device.stream in (11, 11, 12, 13, 14, 15):
+        check(serve(plain()), plain())
+        known = tuned._known.find(plain(), 0.0, {})
+        kept.append(sorted(stream for _, stream in known._bindings) if known else [])
+    assert kept[-3:] == [[11, 12, 13], [14], [14, 15]]
+
+
 def test_what_no_kernel_serves_is_said(serve: Any) -> None:
     for change in (
         {"d": random(*SHAPE)},  # a residual of fp32 has no kernel here
