@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from generator.paths import template_named
 from normforge.launch import forward_call as call_module
-from normforge.launch.forward_call import forward_call
+from normforge.launch.forward_call import Bindings, ForwardExtent, forward_call
 from normforge.launch.loaded_kernel import LoadedKernel
 from normforge.launch.row_layout import row_layout
 from normforge.serve import forward as serve_module
@@ -282,6 +282,16 @@ def test_launch_gets_addresses_extents_and_the_function_for_the_residual(
     assert second.function == "rmsnorm_forward_residual"
     assert second.arguments[1:3] == (residual.data_ptr(), 0)
     assert second.arguments[5:8] == (stream.data_ptr(), 0.5, 0.0)
+
+
+def test_a_forward_keeps_bindings_of_so_many_streams(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("normforge.launch.forward_call.MOST_STREAMS", 3)
+    kernel = LoadedKernel(b"cubin", of_kind("4096x256:bf16").spec(132))
+    bindings = Bindings(kernel, -1, False, ForwardExtent(15, 256, 0, 256, 256, 0))
+    kept = [(bindings[stream], sorted(bindings))[1] for stream in (11, 12, 13, 13, 14, 15)]
+    assert kept == [[11], [11, 12], [11, 12, 13], [11, 12, 13], [14], [14, 15]]
 
 
 def test_forwards_with_and_without_a_residual_may_take_their_shared_memory(
