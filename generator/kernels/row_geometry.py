@@ -238,8 +238,11 @@ class RowGeometry(ItemSizes):
         and one half a head behind it."""
         if not self.joined or self.interleaved or self.half_lanes == 0:
             return False
-        whole = self["threads_per_row"] % self.half_lanes == self.columns % self.rotated == 0
-        return bool(whole and self.vectors % 2 == 0 and self.idle_columns == 0)
+        if self["threads_per_row"] % self.half_lanes or self.vectors % 2 or self.idle_columns:
+            return False
+        # Where stages hold whole rows, threads that read at once need all banks between them.
+        by_row = self["pipeline"] in ("bulk", "producer")
+        return not by_row or self.half_lanes * self["vector_bytes"] % _BANKS == 0
 
     @property
     def own_partners(self) -> bool:
@@ -248,6 +251,12 @@ class RowGeometry(ItemSizes):
         if self.interleaved or self.joined:
             return self.interleaved or self.halves
         return bool(alone and self.rotated // 2 % (self["threads_per_row"] * self.elements) == 0)
+
+    @property
+    def exchanges(self) -> bool:
+        """True when threads of a row exchange something: sums, or one column of a pair."""
+        sums = self.sums.row_sums + self.sums.column_sums > 0 or self.signature.scales is not None
+        return sums or (bool(self.signature.paired) and not self.own_partners)
 
     @property
     def register_estimate(self) -> int:

@@ -53,13 +53,10 @@ class Variant(Geometry):
         yield cluster > 1 and per_row < WARP, "a cluster with rows of less than a warp"
         # Lanes exchange what they have in butterflies, which such rows do not fit.
         uneven = per_row < WARP and WARP % per_row > 0
-        signature = self.signature
-        exchanges = self.sums.row_sums + self.sums.column_sums > 0 or signature.scales is not None
-        exchanges |= bool(signature.paired) and not self.own_partners
-        yield (
-            uneven and exchanges,
-            f"{per_row} threads for a row, of which lanes need others' columns",
-        )
+        needed = f"{per_row} threads for a row, of which lanes need others' columns"
+        yield uneven and self.exchanges, needed
+        bulk = self["pipeline"] == "bulk"
+        yield bulk and self.rows_abreast > 1, f"bulk copies for {self.rows_abreast} rows abreast"
         again = self["reload"] == "smem" or self.run_rows > 0
         yield self.early_sums and again, "early sums, and rows that are read again or in runs"
         unknown = self.early_sums and not may_add_early(self.operation)

@@ -152,13 +152,16 @@ IMPLIED = DERIVED | {
     "bulk_adds": Derived(REDUCTION_KNOBS, lambda v, p, t: v.strategy.bulk_adds),
     "adds_early": Derived((), lambda v, p, t: may_add_early(v.operation)),
     "block_columns": Derived((), lambda v, p, t: v.block_columns),
+    "shares_numbers": Derived((), lambda v, p, t: bool(v.signature.groups)),
+    "exchanges": Derived((*_ROW, "pipeline"), lambda v, p, t: v.exchanges),
     "shifted": Derived(("cluster", "vector_bytes"), lambda v, p, t: v.shifted),
     "may_shift": Derived(_SHIFT, lambda v, p, t: v.may_shift),
     "grid_step": Derived((*_SHIFT, "rows_per_cta"), lambda v, p, t: v.grid_step),
 }
 """All names that follow from a config: the numbers, facts of its strategy, of its operation whether
-the template can add to the sums over the rows before the row sum, and how many columns share a
-scale, and what is about rows that are no whole vectors."""
+the template can add to the sums over the rows before the row sum, how many columns share a scale,
+whether rows share numbers and threads of a row exchange something, and what is about rows that are
+no whole vectors."""
 
 MOST_CHARACTERS = 1000
 _ALLOWED = (

@@ -74,7 +74,9 @@ class LegalConfigs:
         knobs = {knob.name: knob for knob in self.space.knobs}
         added = [knob for name, knob in knobs.items() if name not in config]
         gone = sorted(config.keys() - knobs.keys())
-        if not (added or gone) or any(KNOBS[knob.name].neutral is None for knob in added):
+        if not (added or gone):
+            return {name: config[name] for name in knobs}
+        if any(KNOBS[knob.name].neutral is None for knob in added):
             return dict(config)
         names = Names(self.problem, self.target, True)
         names.update(config)

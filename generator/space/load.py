@@ -74,11 +74,13 @@ def _read(path: Path, extending: tuple[Path, ...] = ()) -> dict[str, Any]:
     base = _read(whole, chain)
     own = {_rule_id(rule) for rule in content["rules"]} - {None}
     rules = [rule for rule in base["rules"] if _rule_id(rule) not in own]
-    # Its new knobs come first: what the rules of the other file compute may need them.
+    # Its new knobs come first: what the rules of the other file compute may need them. Those that
+    # look at knobs above them come last.
     new = {name: knob for name, knob in content["knobs"].items() if name not in base["knobs"]}
+    first = {name: knob for name, knob in new.items() if "when" not in (knob or ())}
     return {
         **content,
-        "knobs": new | base["knobs"] | content["knobs"],
+        "knobs": first | base["knobs"] | content["knobs"],
         "rules": rules + content["rules"],
     }
 

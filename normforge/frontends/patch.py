@@ -137,10 +137,11 @@ def _summarise(norm: str, served: int, left: Counter[tuple[type, str]], quiet: b
     words = f"patch serves {served} {norm}{'s' * (served != 1)} and leaves {count} alone"
     if left:
         words += ": " + ", ".join(f"{n} {kind.__name__} ({why})" for (kind, why), n in left.items())
-    for other in ("LayerNorm", "RMSNorm"):
-        called = other != norm and any(kind.__name__.endswith(other) for kind, _ in left)
-        if called and (_LIBRARY / f"{other.lower()}.py").is_file():
-            words += f"; normforge.{other.lower()}.patch serves {other}s over one dimension"
+    others = {path.stem for path in _LIBRARY.glob("*norm.py")} - {norm.lower()}
+    for other in sorted(others):
+        names = (kind.__name__ for kind, _ in left if kind.__name__.lower().endswith(other))
+        if name := next(names, ""):
+            words += f"; normforge.{other}.patch serves {name[-len(other) :]}s over one dimension"
     nothing = not (served or quiet) and all(why != ALREADY for _, why in left)
     _log.log(logging.WARNING if nothing else logging.INFO, "%s", words)
 

@@ -69,6 +69,28 @@ def test_rows_of_heads(
     assert check_variant(variant, problem, schedules=3, all_rows=True).problems == ()
 
 
+@pytest.mark.parametrize("pipeline", PIPELINES)
+@of_name
+def test_a_thread_has_both_columns_of_every_pair(name: str, pipeline: str, target: Target) -> None:
+    """However rows reach the threads, and where each of them has vectors of two heads."""
+    knobs = {**PIPELINES[pipeline], "rows_per_cta": 4, "weight_in": "registers"}
+    for shape, threads in (("61x2048:bf16+joined128", 128), ("37x1024:fp32+joined64", 64)):
+        problem = Problem.parse(shape, name)
+        variant = small(problem, target, **{**knobs, "threads_per_row": threads})
+        assert variant.halves
+        assert check_variant(variant, problem, schedules=3, all_rows=True).problems == ()
+
+
+def test_halves_of_narrow_heads_would_meet_in_a_bank(target: Target) -> None:
+    """Eight threads read 128 bytes at once: of a stage that holds a row, those of two heads."""
+    problem = Problem.parse("61x1024:bf16+joined64", FORWARD)
+    knobs = {"threads_per_row": 64, "rows_per_cta": 4, "weight_in": "registers"}
+    for pipeline, others in PIPELINES.items():
+        variant = small(problem, target, **{**others, **knobs})
+        assert variant.halves == (pipeline in ("direct", "async"))
+        assert check_variant(variant, problem, schedules=3, all_rows=True).problems == ()
+
+
 @pytest.mark.parametrize("head", [128, 4096])
 @of_name
 def test_a_cluster_shares_rows_of_heads(name: str, head: int, target: Target) -> None:
@@ -155,6 +177,10 @@ def test_numbers_of_each_vector_take_registers(name: str, target: Target) -> Non
     )
     assert (one.vectors, three.vectors) == (3, 3)
     assert three.register_estimate - one.register_estimate == 2 * 2 * 8
+    halves = of_heads(Problem.parse("45x1024:bf16+joined128", name), target, 32)
+    two = replace(halves, config={**halves.config, "rows_in_flight": 2})
+    rows = 4 * 8 * 2 * len(halves.signature.early) // 4  # of four vectors, in words
+    assert halves.halves and two.register_estimate - halves.register_estimate == rows + 2 * 8
 
 
 @pytest.mark.parametrize("threads_per_row", [32, 128])

@@ -490,6 +490,11 @@ def test_threads_that_do_not_divide_a_warp_have_both_columns_of_a_pair() -> None
     for changed in ({"threads_per_row": 12}, {"threads_per_row": 5}):
         with pytest.raises(NormforgeError, match="lanes need others' columns"):
             replace(v, config={**v.config, **changed})
+    for operation in ("rmsnorm_rope_forward", "rmsnorm_add_forward"):  # sums along the row
+        with pytest.raises(NormforgeError, match="lanes need others' columns"):
+            replace(v, operation=operation)
+    with pytest.raises(NormforgeError, match="bulk copies for 16 rows abreast"):
+        replace(v, config={**v.config, "pipeline": "bulk", "stages": 2})
     crowded = {"threads_per_row": 6, "rows_per_cta": 16}
     with pytest.raises(NormforgeError, match="more teams than named barriers"):
         replace(v, config={**v.config, **crowded})
