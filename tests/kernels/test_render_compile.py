@@ -38,7 +38,6 @@ from tests.support.samples import (
     BY_TEMPLATE,
     DTYPES,
     REDUCTION,
-    SPACE,
     cases,
     drawn_variant,
     in_turn,
@@ -217,10 +216,11 @@ def test_every_strategy_compiles_without_spills_in_every_dtype(
         return
     if gpu == "a100" and BY_TEMPLATE[reduction].bulk_adds:
         # The instructions do not exist there, and the rule says so.
-        config = SPACE.normalize(
+        space = space_of(operation)
+        config = space.normalize(
             {**plain_variant(problem, target).config, **REDUCTION[reduction]}, problem, target
         )
-        rejection = SPACE.reject(config, problem, target)
+        rejection = space.reject(config, problem, target)
         assert rejection is not None
         assert rejection.rule == "bulk_instructions"
         assert "need sm_90, which a100 does not have" in rejection.sentence
