@@ -31,6 +31,9 @@ class KnobFacts:
     optional: bool = False
 
 
+WARPS_OR_EVEN_PARTS = (8, 16, *range(32, 1025, 32))
+"""Numbers of threads that are whole warps, or of which some make up a warp."""
+
 KNOBS: dict[str, KnobFacts] = {
     "strategy": KnobFacts("how the partial dw of all CTAs becomes dw", NAMES),
     "order": KnobFacts("whether bulk reduce-adds take turns or run free", ("turns", "free")),
@@ -59,7 +62,7 @@ KNOBS: dict[str, KnobFacts] = {
     "pipeline": KnobFacts("how rows reach the threads", ("bulk", "direct", "async", "producer")),
     "stages": KnobFacts("batches of rows under way in shared memory", range(1, 17)),
     "threads_per_row": KnobFacts(
-        "threads that share a row", (5, 6, 7, 8, 10, 12, 14, 16, *range(32, 1025, 32))
+        "threads that share a row", (5, 6, 7, 10, 12, 14, *WARPS_OR_EVEN_PARTS)
     ),
     "rows_per_cta": KnobFacts("teams of a CTA, each with rows of its own", range(1, 33)),
     "rows_in_flight": KnobFacts("rows that a thread works on at once", range(1, 17)),
@@ -106,7 +109,7 @@ KNOBS: dict[str, KnobFacts] = {
 
 FORWARD_KNOBS: dict[str, KnobFacts] = {
     **{name: KNOBS[name] for name in ("form", "cluster", "vector_bytes", "rows_in_flight")},
-    "threads_per_row": KnobFacts("threads that share a row", (4, 8, 16, *range(32, 1025, 32))),
+    "threads_per_row": KnobFacts("threads that share a row", (4, *WARPS_OR_EVEN_PARTS)),
     "rows_per_cta": KnobFacts("rows that a CTA works on at once", range(1, 129)),
     "ctas_per_sm": KnobFacts("CTAs on one SM that walk over rows, or 0: they do not", range(33)),
 }

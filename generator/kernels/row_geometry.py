@@ -274,6 +274,7 @@ class RowGeometry(ItemSizes):
         rotated = min(self.vectors, ceil_div(self.rotated, step))
         if self.joined:  # kGroupVectors in groups.cuh.j2
             alike = step % (self.rotated if self.interleaved else self.rotated // 2) == 0
+            # With halves one vector in full: half of what is counted is left out below.
             rotated = 2 if self.halves else 1 if alike else self.vectors
         shared = rows * rotated * self.elements * len(self.signature.groups)
         row += shared // 2 if self.own_partners else shared

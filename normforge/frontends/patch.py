@@ -7,7 +7,6 @@ and `isinstance` stay as they are, also of models on the meta device.
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections import Counter
 from collections.abc import Callable
@@ -21,11 +20,11 @@ from ..torch_internals import disable_modes, is_plain
 from .rewritten import with_arguments_of
 from .rms_norm import Norm
 from .tried import (
-    EPS_NAMES,
     UNTRIED,
     eps_of,
     formula_of,
     is_called_so,
+    takes_rows_alone,
     what_tells,
     with_its_dtype,
 )
@@ -206,13 +205,7 @@ def _looks_like_one(module: Any) -> bool:
     weight = getattr(module, "weight", None)
     if not isinstance(weight, torch.Tensor) or weight.dim() != 1:
         return False  # before its state is asked for, which may gather what is sharded
-    if list(module.state_dict()) != ["weight"]:
-        return False
-    if not any(hasattr(module, name) for name in EPS_NAMES):
-        return False
-    if isinstance(eps_of(module), torch.Tensor):  # it may change, and has a number on the CPU
-        return False
-    return len(inspect.signature(module.forward).parameters) == 1
+    return list(module.state_dict()) == ["weight"] and takes_rows_alone(module)
 
 
 @cache

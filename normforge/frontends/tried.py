@@ -37,6 +37,16 @@ def eps_of(module: Any) -> float | None:
     return found
 
 
+def takes_rows_alone(module: Any) -> bool:
+    """Return True if the forward of a module has one argument, and it has an eps that is no tensor:
+    one may change, and has a number on the CPU."""
+    if not any(hasattr(module, name) for name in EPS_NAMES):
+        return False
+    if isinstance(eps_of(module), torch.Tensor):
+        return False
+    return len(inspect.signature(module.forward).parameters) == 1
+
+
 def is_hooked(module: Any) -> bool:
     """Return True if a call of a module does more than its class's forward: `has_hooks`, or it has
     a forward of its own."""
@@ -248,15 +258,14 @@ def is_layer_norm(module: Any) -> bool:
     shape: Any = weight.shape if isinstance(weight, torch.Tensor) else ()
     if isinstance(module, torch.nn.LayerNorm):
         shape = module.normalized_shape
-    if len(shape) != 1 or not any(hasattr(module, name) for name in EPS_NAMES):
+    if len(shape) != 1 or not takes_rows_alone(module):
         return False
     eps = eps_of(module)
-    if eps is None or isinstance(eps, torch.Tensor):
+    if eps is None:
         return False
     if type(module) is torch.nn.LayerNorm:
         return True
-    alone = {*module.state_dict()} <= {"weight", "bias"}
-    if not alone or len(inspect.signature(module.forward).parameters) != 1:
+    if not {*module.state_dict()} <= {"weight", "bias"}:
         return False
     (width,) = shape
     values = {"weight": evenly(-1, 2, width), "bias": evenly(2, -3, width)}

@@ -97,10 +97,12 @@ def test_each_number_of_a_later_batch_is_asked_for(
         return all(torch.equal(runs.results[name][0], expected[name]) for name in expected)
 
     assert is_right(source)
-    for less in ("if (column >= kApart) continue;", "schedule.ahead(i)"):
-        other = "if (column > 0) continue;" if less.startswith("if") else "schedule.ahead(9 * i)"
-        assert less in source
-        assert not is_right(source.replace(less, other)), less
+    for asked, less in (
+        ("if (column >= kApart) continue;", "if (column > 0) continue;"),
+        ("schedule.ahead(i)", "schedule.ahead(9 * i)"),
+    ):
+        assert asked in source
+        assert not is_right(source.replace(asked, less)), less
 
 
 ASK = """#include <set>
