@@ -16,6 +16,7 @@ from generator.paths import GENERATED
 from generator.problem import Problem
 from generator.target import find_target
 from normforge.spec import MAIN_KERNEL
+from tests.support.committed import config_of
 
 GPU = "gb200"
 
@@ -30,8 +31,7 @@ def test_committed_predictions_are_those_of_todays_model() -> None:
     trials = [line for line in lines if line["op_code"] == 4 and line["user_attrs"]["us"]]
     for trial in trials[::9]:
         known = trial["user_attrs"]
-        choices = {k: json.loads(d)["attributes"] for k, d in trial["distributions"].items()}
-        config = {k: choices[k]["choices"][int(i)] for k, i in trial["params"].items()}
+        config = config_of(trial)
         if "form" in config:  # of a forward, which has another model
             continue
         problem = Problem.parse(names[trial["study_id"]].partition("@")[0])

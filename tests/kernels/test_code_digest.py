@@ -32,6 +32,7 @@ from generator.studies.records import Record, study_name, without_space
 from generator.studies.study_log import StudyLog
 from generator.target import find_target
 from normforge.table import ForwardTable
+from tests.support.committed import config_of
 from tests.support.synthetic import LEGAL, PROBLEM, TARGET, FakeEvaluator, FakePool
 
 SPACE = load_space()
@@ -192,8 +193,7 @@ def test_committed_studies_are_of_todays_code(monkeypatch: pytest.MonkeyPatch) -
         changed = (at for kind, at in RETUNED.items() if problem.operation.startswith(kind))
         if entry["datetime_complete"] < next(changed, ""):
             continue
-        choices = {k: json.loads(d)["attributes"] for k, d in entry["distributions"].items()}
-        known = {k: choices[k]["choices"][int(i)] for k, i in entry["params"].items()}
+        known = config_of(entry)
         config = known if "form" in known else {**neutral, **known}  # with knobs that came later
         assert without_space(names[entry["study_id"]]) == study_name(problem, TARGET, "measured")
         variant = kernel_of(config, problem)
