@@ -9,9 +9,12 @@ from functools import cache
 from generator.errors import NormforgeError
 from normforge.operations import OPERATIONS, Signature, signature_of
 from normforge.shape_names import is_interleaved, is_joined, rotated_columns, shape_name
+from normforge.spec import ceil_div
 from normforge.table import ITEMSIZE
 
 MAX_COLUMNS = 1 << 20
+HEADS = 32
+"""Rows of a group, such as the heads of a token, where problems do not say it otherwise."""
 RMSNORM_BACKWARD = "rmsnorm_backward"
 RMSNORM_FORWARD = "rmsnorm_forward"
 FORWARDS = {
@@ -157,6 +160,16 @@ class Problem(ItemSizes):
             raise NormforgeError(f"shape {self}: M and N must be at least 1 to be tuned")
         if self.N > MAX_COLUMNS:
             raise NormforgeError(f"shape {self}: N may be at most {MAX_COLUMNS}")
+
+    @property
+    def heads(self) -> int:
+        """Rows of a group, where groups of rows share something: one where heads are joined."""
+        return 1 if self.joined else HEADS
+
+    @property
+    def group_shape(self) -> tuple[int, int]:
+        """The shape of what groups of rows share, such as cos: a number for every pair."""
+        return ceil_div(self.M, self.heads), self.rotated // 2
 
     def _check_options(self) -> None:
         """Raises NormforgeError for what the operation's signature does not have."""

@@ -40,7 +40,7 @@ _SHAPE = re.compile(
 
 
 def moved_bytes(operation: str, shape: str) -> int:
-    """Return the fewest bytes that one call moves: every matrix is read or written once. It is 0
+    """Return the fewest bytes of rows that one call moves: each is read or written once. It is 0
     for text that is no shape. An operation that this process does not know counts as RMSNorm's
     backward."""
     match = _SHAPE.fullmatch(shape)

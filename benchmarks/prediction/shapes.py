@@ -16,11 +16,12 @@ from generator.evaluate.predict.model import floor_us
 from generator.kernels.geometry import Config
 from generator.kernels.ptxas import Resources
 from generator.kernels.variant import Variant, make_variant
+from generator.operations import operation_of
 from generator.problem import RMSNORM_BACKWARD, Problem
 from generator.space.load import UNPREDICTED
 from generator.studies.excerpt import digest_of
 from generator.studies.reader import Study, describe_location, read_studies
-from generator.studies.records import Record, may_win
+from generator.studies.records import FLOOR_BYTES, Record, may_win
 from generator.studies.storage import JOURNAL_NAME
 from generator.target import Target, find_target
 
@@ -122,12 +123,15 @@ def _shape(study: Study) -> Shape | None:
     accepted = [record for record in study.records if _predictable(record.config)]
     timed = [r for r in accepted if r.result.us and r.registers is not None]
     floors: dict[str, list[float]] = defaultdict(list)
+    moved = operation_of(study.problem).traffic_bytes(study.problem)
     for record in timed:
-        floors[record.result.gpu].append(record.result.floor_us or 0.0)
+        longer = moved / record.result.extra.get(FLOOR_BYTES, moved)
+        floors[record.result.gpu].append((record.result.floor_us or 0.0) * longer)
     target = find_target(study.gpu)
     # A floor that leaves out the residual is made as much longer as it is expected to be.
     plain = replace(study.problem, residual="")
-    longer = floor_us(study.problem, target) / floor_us(plain, target) if study.plain_floor else 1.0
+    without = study.plain_floor and study.problem.residual
+    longer = floor_us(study.problem, target) / floor_us(plain, target) if without else 1.0
     by_gpu = {gpu: median(times) * longer for gpu, times in floors.items()}
     trials = [_trial(study.problem, record, by_gpu[record.result.gpu]) for record in timed]
     return Shape(study.problem, target, tuple(trials), won, median(by_gpu.values()))

@@ -126,11 +126,13 @@ class Operation:
     serves: Callable[[Problem], Mapping[str, Problem]] = lambda problem: {}
 
     def traffic_bytes(self, problem: Problem) -> int:
-        """Bytes that any implementation moves: every matrix read once or written once. Vectors are
-        left out, and what rows share."""
+        """Bytes that any implementation moves: every matrix read once or written once, and what
+        groups of rows share, such as cos and sin. Numbers of a row or of a column are left out."""
         tensors = (*self.arguments(problem), *self.outputs(problem))
-        shape = (problem.M, problem.N)
-        return sum(tensor.bytes for tensor in tensors if tensor.shape == shape)
+        shapes = {(problem.M, problem.N)}
+        if self.signature is not None and self.signature.groups:
+            shapes.add(problem.group_shape)
+        return sum(tensor.bytes for tensor in tensors if tensor.shape in shapes)
 
 
 def over_bytes(size: int, like: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

@@ -11,15 +11,6 @@ from generator.errors import NormforgeError
 from generator.operations.operation import TORCH_DTYPE, row_slices
 from generator.problem import Problem
 from normforge.operations import RowOperation
-from normforge.spec import ceil_div
-
-HEADS = 32
-"""Rows of a group, where groups of rows share something."""
-
-
-def heads_of(problem: Problem) -> int:
-    """Return the number of rows of a group: rows of joined heads are one each."""
-    return 1 if problem.joined else HEADS
 
 
 def make_inputs(
@@ -68,10 +59,9 @@ def make_inputs(
             columns[name] = drawn.to(TORCH_DTYPE[problem.weight_dtype])
     late = {tensor.name: _late(tensor.option, problem, generator) for tensor in signature.late}
     found = _saved(operation, problem, matrices, columns, offset)
-    of_groups = (ceil_div(problem.M, heads_of(problem)), problem.rotated // 2)
     for tensor in signature.groups:
-        found[tensor.name] = torch.randn(of_groups, generator=generator, device=device)
-        found["heads"] = heads_of(problem)
+        drawn = torch.randn(problem.group_shape, generator=generator, device=device)
+        found |= {tensor.name: drawn, "heads": problem.heads}
     for tensor in signature.inputs:
         if tensor.role == "flag":
             found[tensor.name] = getattr(problem, tensor.name)

@@ -22,8 +22,8 @@ from generator.operations.operation import (
     over_bytes,
     row_slices,
 )
-from generator.operations.row_inputs import HEADS, heads_of, make_cancelling, make_inputs
-from generator.problem import Problem
+from generator.operations.row_inputs import make_cancelling, make_inputs
+from generator.problem import HEADS, Problem
 from normforge.launch.binding import bind
 from normforge.launch.kernel_arguments import DW_IN_WEIGHT_DTYPE, argument_layout, extent_of
 from normforge.launch.loaded_kernel import LoadedKernel
@@ -32,7 +32,7 @@ from normforge.operations import RowOperation, signature_of
 from normforge.operations.formula import added_to, in_dtype
 from normforge.operations.signature import Signature
 from normforge.operations.tensor import Tensor
-from normforge.spec import KernelSpec, Launch, ceil_div, plan_launch
+from normforge.spec import KernelSpec, Launch, plan_launch
 
 
 def _spec(tensor: Tensor, problem: Problem) -> TensorSpec | None:
@@ -54,9 +54,7 @@ def _spec(tensor: Tensor, problem: Problem) -> TensorSpec | None:
     if tensor.kind:
         return TensorSpec(tensor.name, (M, N // max(1, tensor.block)), tensor.kind)
     if tensor.role == "group":
-        return TensorSpec(
-            tensor.name, (ceil_div(M, heads_of(problem)), problem.rotated // 2), "fp32"
-        )
+        return TensorSpec(tensor.name, problem.group_shape, "fp32")
     return TensorSpec(tensor.name, (tensor.count * N,), problem.weight_dtype)
 
 
@@ -154,11 +152,9 @@ def rounded_bounds(
 
 
 def floor(
-    signature: Signature, problem: Problem, inputs: Any, outputs: Mapping[str, torch.Tensor]
+    signature: Signature, size: int, inputs: Any, outputs: Mapping[str, torch.Tensor]
 ) -> Callable[[], object]:
-    """torch.add over as many bytes: of two inputs into the output where that is the same."""
-    specs = (*tensor_specs(signature, problem, False), *tensor_specs(signature, problem, True))
-    size = sum(spec.bytes for spec in specs if spec.shape == (problem.M, problem.N))
+    """torch.add over `size` bytes: of two inputs into the output where that is the same."""
     early = [getattr(inputs, tensor.name) for tensor in signature.early]
     written = outputs.get(signature.outputs[0].name)
     if written is None:  # others are made: nothing that is read may be written to
@@ -261,7 +257,8 @@ def row_operation(
         "make_inputs": partial(make_inputs, operation, made),
         "make_cancelling": partial(make_cancelling, operation),
         "bounds": partial(bounds, operation),
-        "floor": partial(floor, signature),
+        "floor": lambda problem, *tensors: floor(signature, found.traffic_bytes(problem), *tensors),
         "load": RowRunner,
     }
-    return Operation(**(of | facts))
+    found: Operation = Operation(**(of | facts))
+    return found

@@ -36,7 +36,7 @@ class StandingOut:
 
 def standing_out(studies: Iterable[Study]) -> list[StandingOut]:
     """Measured studies of one GPU whose winners are more than BEHIND, the farthest first. Ratios to
-    a floor that leaves out the residual compare with no others."""
+    a floor of fewer bytes compare with no others."""
     known = {
         study.problem: study
         for study in studies

@@ -160,7 +160,7 @@ class Summary:
 
     @cached_property
     def plain_floors(self) -> int:
-        """Studies whose ratios are to a floor that leaves out the residual."""
+        """Studies whose ratios are to a floor of fewer bytes."""
         return sum(study.plain_floor for study in self.studies)
 
     @cached_property

@@ -14,10 +14,19 @@ from generator.evaluate.evaluator import Pool
 from generator.kernels.geometry import Config
 from generator.kernels.knobs import KNOBS, knobs_like
 from generator.kernels.variant import AnyVariant, kernel_of
+from generator.operations import operation_of
 from generator.problem import Problem
 from generator.search.sampler import distributions
 from generator.space.legal_configs import LegalConfigs
-from generator.studies.records import UNREADABLE, Record, Winner, plain_floor, unreadable_error
+from generator.studies.records import (
+    FLOOR_BYTES,
+    UNREADABLE,
+    Record,
+    Winner,
+    plain_floor,
+    unknown_bytes,
+    unreadable_error,
+)
 from generator.studies.study_log import StudyLog
 
 Known = tuple[Record, FrozenTrial]
@@ -80,21 +89,26 @@ def added_values(legal: LegalConfigs, known: Collection[Known]) -> list[tuple[st
 
 
 def comparable(known: Mapping[int, Known], problem: Problem, evidence: str) -> dict[int, Known]:
-    """Return the trials whose ratios are to the problem's floor: a search compares ratios."""
+    """Return the trials whose floor moves as many bytes as the problem, or is known to move fewer:
+    a search compares ratios."""
     return {
         number: (record, trial)
         for number, (record, trial) in known.items()
-        if not plain_floor(problem, evidence, record.result)
+        if not (unknown_bytes(record.result) and plain_floor(problem, evidence, record.result))
     }
 
 
 def candidates_of(known: Mapping[int, Known], legal: LegalConfigs) -> dict[int, Known]:
-    """Return the trials that the space allows, as if they had been tried in it."""
-    found = {}
+    """Return the trials that the space allows, as if they had been tried in it, and as if their
+    floors had moved as many bytes as the problem does: ratios to shorter ones are too large."""
+    found, moved = {}, operation_of(legal.problem).traffic_bytes(legal.problem)
     for number, (record, trial) in known.items():
         if legal.is_legal(record.config):
             same = copy(trial)
             same.params, same.distributions = dict(record.config), distributions(legal.space)
+            bytes_of_floor = record.result.extra.get(FLOOR_BYTES, moved)
+            if same.value is not None and bytes_of_floor < moved:
+                same.value *= bytes_of_floor / moved
             found[number] = record, same
     return found
 

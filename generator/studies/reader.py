@@ -89,7 +89,7 @@ class Study:
 
     @cached_property
     def plain_floor(self) -> bool:
-        """True when its ratios are to a floor that leaves out the residual (see records)."""
+        """True when its ratios are to a floor of fewer bytes (see records)."""
         results = [self.winner.result] if self.winner else [r.result for r in self.ranked[:1]]
         return any(plain_floor(self.problem, self.evidence, result) for result in results)
 

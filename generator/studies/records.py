@@ -30,12 +30,23 @@ def may_win(config: Config, result: Result) -> bool:
 
 
 def plain_floor(problem: Problem, evidence: str, result: Result) -> bool:
-    """Return True if the floor of a result is torch.add(x, dy, out=dx) though the problem has a
-    residual. Before results said how many bytes their floor moves, that was measured whatever the
-    options; a ratio to it is too large, and does not compare with one to a floor of as many
-    bytes."""
-    old = evidence == "measured" and result.ratio is not None and "floor_bytes" not in result.extra
-    return old and bool(problem.residual)
+    """Return True if the floor of a result moves fewer bytes than the problem: a ratio to it is too
+    large. Before results said how many bytes their floor moves, that was torch.add(x, dy, out=dx)
+    also with a residual; later ones left out what groups of rows share, such as cos and sin."""
+    if evidence != "measured" or result.ratio is None:
+        return False
+    if unknown_bytes(result):
+        return bool(problem.residual)
+    if not problem.signature.groups:
+        return False
+    from generator.operations import operation_of  # this imports PyTorch
+
+    return bool(result.extra[FLOOR_BYTES] < operation_of(problem).traffic_bytes(problem))
+
+
+def unknown_bytes(result: Result) -> bool:
+    """Return True if a result does not say how many bytes its floor moves."""
+    return FLOOR_BYTES not in result.extra
 
 
 def over_median_floor(results: Sequence[Result]) -> list[float]:
@@ -47,11 +58,15 @@ def over_median_floor(results: Sequence[Result]) -> list[float]:
 
 
 def median_floors(results: Iterable[Result]) -> dict[str, float]:
-    """The median floor of every GPU that measured one of the results."""
+    """The median floor of every GPU that measured one of the results. Floors of fewer bytes than
+    others, which were measured before those, count as so much longer: only ratios change with that,
+    and not which result is faster."""
+    timed = [result for result in results if result.floor_us]
+    most = max((result.extra.get(FLOOR_BYTES, 0) for result in timed), default=0)
     floors = defaultdict(list)
-    for result in results:
-        if result.floor_us:
-            floors[result.gpu].append(result.floor_us)
+    for result in timed:
+        longer = most / result.extra.get(FLOOR_BYTES, most) if most else 1.0
+        floors[result.gpu].append((result.floor_us or 0.0) * longer)
     return {gpu: median(own) for gpu, own in floors.items()}
 
 
@@ -81,8 +96,11 @@ def unreadable_error(study: str, error: Exception) -> NormforgeError:
 INCUMBENT_STAYS = "the incumbent: "
 """The first words of the reason of a winner that was the incumbent and counted as equal to the
 fastest."""
-FLOOR, PLAIN_FLOOR = "floor", "torch.add(x, dy), which leaves out the residual"
+FLOOR = "floor"
+PLAIN_FLOOR = "a torch.add that leaves out the residual, or what groups of rows share"
 """The floors that a ratio can be to."""
+FLOOR_BYTES = "floor_bytes"
+"""The name in a result's `extra` of the bytes that its floor moves."""
 
 
 @dataclass(frozen=True)

@@ -384,6 +384,29 @@ def test_with_a_residual_the_floor_moves_its_bytes_too(
     assert torch.equal(outputs["dx" if streams == 3 else "y"], torch.zeros(12, 40).bfloat16())
 
 
+@pytest.mark.parametrize(
+    ("shape", "rows", "angles"),
+    [
+        ("rope:64x128:bf16", 2, 2 * 64),  # of two tokens
+        ("rope:65x128:bf16+rotary32", 2, 3 * 16),
+        ("rmsnorm_rope_forward:64x256:fp32+joined64", 2, 64 * 32),
+        ("rmsnorm_rope_backward:64x256:bf16+joined64+interleaved", 3, 64 * 32),
+    ],
+)
+def test_the_floor_of_rotated_rows_moves_the_bytes_of_cos_and_sin_too(
+    shape: str, rows: int, angles: int
+) -> None:
+    problem = Problem.parse(shape)
+    operation = OPERATIONS[problem.operation]
+    itemsize = 4 if problem.dtype == "fp32" else 2
+    expected = rows * problem.M * problem.N * itemsize + 2 * angles * 4
+    assert operation.traffic_bytes(problem) == expected
+    inputs, outputs = tensors_of(operation, problem)
+    moved = operation.floor(problem, inputs, outputs)()
+    assert isinstance(moved, torch.Tensor)
+    assert 0 <= 3 * moved.numel() * itemsize - expected < 3 * itemsize  # of torch.add
+
+
 @pytest.mark.parametrize("operation", QUANTIZED_FORWARDS, ids=lambda operation: operation.name)
 def test_the_floor_of_what_is_quantized_writes_over_nothing(operation: Operation) -> None:
     """Its output is narrower than what it reads, and y is not written."""
