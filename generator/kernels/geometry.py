@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from generator.kernels.row_geometry import Config, RowGeometry
+from generator.kernels.row_geometry import VECTOR, Config, RowGeometry
 from generator.target import WARP
-from normforge.spec import CHUNK_ROWS, round_up
+from normforge.spec import CHUNK_ROWS, ceil_div, round_up
 
 BLOCK_ROWS = 16
 """Rows that a thread adds up at once. With blocks of b rows the error of a sum of n grows like that
@@ -90,14 +90,50 @@ class Geometry(RowGeometry):
     @property
     def tile_bytes(self) -> int:
         """The stages of the row pipeline."""
-        rows = self["stages"] * self["rows_in_flight"]
+        rows, stages = self["rows_in_flight"], self["stages"]
         if self["pipeline"] in ("bulk", "producer"):
-            return int(self.teams * rows * self.batch_row_bytes)
+            whole = self.staged_groups * self.rotated // 2 * 4
+            return int(self.teams * stages * (rows * self.batch_row_bytes + whole))
         if self["pipeline"] == "async":
             early = len(self.signature.early) * self.itemsize
             vector = self.elements * (early + self.residual_itemsize)
-            return int(rows * vector * self.vectors * self.threads)
+            numbers = self.elements * (2 if self.interleaved else 4)
+            beside = self.staged_groups * numbers * self.group_vectors
+            # Rows side by side in a warp, of one group, have one copy.
+            sharing = self.rows_abreast if self.team_threads == WARP and not self.joined else 1
+            copies = beside * (self.threads // sharing)
+            return int(stages * (rows * vector * self.vectors * self.threads + copies))
         return 0
+
+    @property
+    def may_stage(self) -> bool:
+        """True when numbers of groups can lie in stages beside the rows: whole ones for the copy
+        engine, at least 4 bytes for each thread otherwise."""
+        if self["pipeline"] == "direct" or self["cluster"] > 1 or not self.signature.groups:
+            return False
+        if self["pipeline"] == "async":
+            return self["vector_bytes"] >= (8 if self.interleaved else 4)
+        return self.rotated // 2 * self.itemsize % VECTOR == 0
+
+    @property
+    def staged_groups(self) -> int:
+        """Rows of numbers that groups share, of all tensors, for which a stage has room: those of
+        one group, or of one for each row where rows of joined heads have one each. (Where a batch
+        has rows of several groups, stages have none.)"""
+        groups = self["rows_in_flight"] if self.joined else 1
+        return int(self.stages_groups * groups * len(self.signature.groups))
+
+    @property
+    def group_vectors(self) -> int:
+        """Vectors of a thread that have numbers of their own (kGroupVectors in groups.cuh.j2)."""
+        step = self["threads_per_row"] * self.elements
+        if self.joined:
+            of_pairs = self.rotated if self.interleaved else self.rotated // 2
+            return 1 if self.halves or step % of_pairs == 0 else self.vectors
+        if self["cluster"] > 1:
+            return self.vectors
+        own = self.own_partners and not self.interleaved
+        return self.rotated // 2 // step if own else ceil_div(self.rotated, step)
 
     @property
     def partial_columns(self) -> int:

@@ -99,6 +99,12 @@ KNOBS: dict[str, KnobFacts] = {
         neutral=0,
         optional=True,
     ),
+    "groups_in": KnobFacts(
+        "where what rows of a group share waits for them: registers, or the stages of the rows",
+        ("registers", "smem"),
+        neutral="registers",
+        optional=True,
+    ),
     "store_hint": KnobFacts("cache hint of the stores of dx", ("default", "streaming")),
     "form": KnobFacts(
         "whether a row of a forward stays in registers, or is read again, also as Triton adds it",

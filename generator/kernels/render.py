@@ -126,6 +126,7 @@ def render(variant: Variant, *, comments: bool = True, include: bool = False) ->
         joined,
         variant.halves,
         variant.groups_ahead,
+        variant.stages_groups,
     )
     template = environment(comments).get_template(f"{variant.operation}.cu.j2")
     return template.render(

@@ -12,7 +12,7 @@ class Form(NamedTuple):
     vectors; rotary: so many columns of a row are rotated, 0 for all; interleaved: neighbours are
     pairs; joined: a row is heads of so many columns, 0 for one; halves: in these, a thread has both
     columns of every pair; ahead: batches ahead at which the L2 is asked for what rows of a group
-    share, 0 for never."""
+    share, 0 for never; staged: that lies in the stages, beside the rows."""
 
     producer: bool = False
     shifted: bool = False
@@ -21,6 +21,7 @@ class Form(NamedTuple):
     joined: int = 0
     halves: bool = False
     ahead: int = 0
+    staged: bool = False
 
 
 PLAIN = Form()

@@ -115,6 +115,11 @@ class RowGeometry(ItemSizes):
         return int(self.config.get("groups_ahead", 0))
 
     @property
+    def stages_groups(self) -> bool:
+        """True when stages hold what rows of a group share, beside the rows."""
+        return self.config.get("groups_in", "registers") == "smem"
+
+    @property
     def cta_threads(self) -> int:
         """Threads of one CTA."""
         return int(self.threads + WARP * self.producer)

@@ -69,6 +69,7 @@ class Variant(Geometry):
         yield self.holds_numbers and not held, "numbers of rows that are held without a producer"
         never = self.groups_ahead > 0 and not (staged and self.signature.groups)
         yield never, "numbers of groups that are asked for ahead of rows that are not"
+        yield self.stages_groups and not self.may_stage, "numbers of groups in stages without room"
         # Others take the number of columns of a CTA for a constant, or for that of the whole row.
         any_row = self.teams == 1 and self.elements % 4 == 0 and self["pipeline"] != "bulk"
         any_row &= self.strategy.way == "second_kernel" and not self.run_rows

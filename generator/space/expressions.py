@@ -101,6 +101,7 @@ _SMEM = (
     "weight_in",
     "run_rows",
     "group_rows",
+    "groups_in",
 )
 _SHIFT = ("cluster", "pipeline", "rows_in_flight", "vector_bytes", "weight_in")
 OF_ROWS: dict[str, Derived] = {
@@ -153,6 +154,7 @@ IMPLIED = DERIVED | {
     "adds_early": Derived((), lambda v, p, t: may_add_early(v.operation)),
     "block_columns": Derived((), lambda v, p, t: v.block_columns),
     "shares_numbers": Derived((), lambda v, p, t: bool(v.signature.groups)),
+    "may_stage": Derived(("cluster", "pipeline", "vector_bytes"), lambda v, p, t: v.may_stage),
     "exchanges": Derived((*_ROW, "pipeline"), lambda v, p, t: v.exchanges),
     "shifted": Derived(("cluster", "vector_bytes"), lambda v, p, t: v.shifted),
     "may_shift": Derived(_SHIFT, lambda v, p, t: v.may_shift),

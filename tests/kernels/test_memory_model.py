@@ -18,7 +18,7 @@ from generator.kernels.render import _fragment
 from generator.kernels.row_expressions import Form
 from generator.kernels.strategies import STRATEGIES, Strategy
 from generator.paths import TEMPLATES
-from normforge.operations import Signature
+from normforge.operations import Signature, signature_of
 from normforge.operations.tensor import added_rows, rows, rows_out
 from tests.support.litmus import Event, Program, Thread
 from tests.support.primitives import bodies, calls, event, instructions
@@ -134,6 +134,7 @@ EMITS = {
     "mbarrier_wait_cluster": "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64",
     "mbarrier_wait_sums": "mbarrier.try_wait.parity.relaxed.cluster.shared::cta.b64",
     "bulk_load": "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes",
+    "bulk_load_numbers": "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes",
     "bulk_store": "cp.async.bulk.global.shared::cta.bulk_group",
     "bulk_add": "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32",
     "bulk_wait_written": "cp.async.bulk.wait_group",
@@ -169,7 +170,7 @@ def test_every_event_of_a_protocol_is_a_primitive_of_the_table() -> None:
     source = "".join(path.read_text() for path in sorted(folder.glob("*.py")))
     used = set(re.findall(r"(?:event|sends|bulk_out)\(\s*(?:\*\(\s*)?\"(\w+)\"", source))
     used |= set(re.findall(r"\"((?:bulk|mbarrier_wait)\w*)\"", source))
-    used |= {"bulk_load", "store_cluster"}
+    used |= {"bulk_load", "bulk_load_numbers", "store_cluster"}
     assert used - {"A", "B", "C"} == set(EMITS)
 
 
@@ -269,6 +270,28 @@ def test_a_stage_whose_values_may_arrive_late_is_read_with_a_fence(summed: bool)
         after = text[text.rindex(last_read) :]
         assert summed or after.index("fence_async_shared()") < after.index("DEVICE void")
     assert calls("rows_bulk", "fetch", text) == ["mbarrier_expect", *["bulk_load"] * 4]
+
+
+def test_shared_numbers_in_a_stage_are_read_with_a_fence() -> None:
+    """No barrier waits for them where a row sum does without, as that of x does without cos."""
+    form = Form(staged=True)
+    text = _fragment("rows_bulk.cuh", True, signature_of("rmsnorm_rope_forward"), form)
+    assert calls("rows_bulk", "read_groups", text) == ["fence_async_shared"]
+    after = text[text.index("read_numbers<Element>") :]
+    assert after.index("fence_async_shared()") < after.index("DEVICE void")
+    copies = ["bulk_load_numbers"] * 2 + ["bulk_load"]
+    assert calls("rows_bulk", "fetch", text) == ["mbarrier_expect", *copies]
+
+
+def test_shared_numbers_of_a_warp_are_copied_and_read_behind_its_barrier() -> None:
+    """Lanes read what others have copied: they meet behind the wait for the copies, and before what
+    they have read is replaced."""
+    form = Form(staged=True)
+    text = _fragment("rows_async.cuh", True, signature_of("rope"), form)
+    assert calls("rows_async", "read_groups", text) == ["warp_barrier"]
+    assert calls("rows_async", "fetch_groups", text) == ["warp_barrier"]
+    begins = text[text.index("DEVICE void fetch_groups(") :]
+    assert begins.index("warp_barrier()") < begins.index("::copy(")
 
 
 def test_sums_of_a_cluster_with_a_producer_are_waited_for_by_their_own_fence() -> None:

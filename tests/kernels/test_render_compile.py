@@ -82,6 +82,7 @@ def fragments(v: Variant) -> set[str]:
         chosen |= {"pairs", "groups"}
         chosen |= {"weight_pairs"} if v.signature.columns.paired else set()
         chosen |= {"primitives_prefetch"} if v.groups_ahead else set()
+        chosen |= {"primitives_staged"} if v.stages_groups else set()
     if v.shifted:
         chosen -= {"rows", "rows_producer", "partial_dw", "dw_context", "weight_registers"}
         chosen |= {"shifted", "weight_shifted"}
@@ -158,11 +159,12 @@ def test_every_fragment_is_used_by_some_variant() -> None:
         of_others = {"rows", "rows_direct", "quantized" if operation == "fp8_forward" else ""}
         assert present(render(v)) == fragments(v) - of_others
         used |= fragments(v)
-    ahead = {"pipeline": "bulk", "stages": 2, "groups_ahead": 2}
     heads = Problem.parse(SHAPE, "rmsnorm_rope_forward")
-    v = plain_variant(heads, find_target("h200"), strategy="none", **ahead)
-    assert present(render(v)) == fragments(v) - {"rows", "rows_bulk", "groups"}
-    used |= fragments(v)
+    for knob in ({"groups_ahead": 2}, {"groups_in": "smem"}):
+        ways = {"pipeline": "bulk", "stages": 2, **knob}
+        v = plain_variant(heads, find_target("h200"), strategy="none", **ways)
+        assert present(render(v)) == fragments(v) - {"rows", "rows_bulk", "groups"}
+        used |= fragments(v)
     knobs = {"pipeline": "producer", "stages": 3, "rows_per_cta": 2, "column_sums": "late"}
     for plain in (one_row, plain_variant(SHAPE, find_target("h200"))):
         producer = replace(plain, config={**plain.config, **knobs, "row_numbers": "held"})

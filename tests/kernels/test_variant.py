@@ -501,3 +501,41 @@ def test_threads_that_do_not_divide_a_warp_have_both_columns_of_a_pair() -> None
     of_ahead = {"pipeline": "direct", "groups_ahead": 4}
     with pytest.raises(NormforgeError, match="numbers of groups that are asked for ahead"):
         replace(v, config={**v.config, **of_ahead})
+
+
+@pytest.mark.parametrize(
+    ("shape", "knobs", "may"),
+    [
+        ("rope:4096x128:bf16", {"pipeline": "async"}, True),
+        ("rope:4096x128:bf16", {"pipeline": "direct"}, False),
+        ("rope:4096x128:bf16+rotary96", {"pipeline": "bulk"}, True),
+        (
+            "rope:4096x128:bf16+rotary72+interleaved",
+            {"pipeline": "bulk"},
+            False,
+        ),  # 36 numbers are 72 bytes
+        ("rope:4096x128:bf16+rotary72+interleaved", {"pipeline": "async"}, True),
+        ("rope:4096x128:bf16", {"pipeline": "async", "vector_bytes": 4}, True),
+        ("rope:4096x128:bf16", {"pipeline": "async", "vector_bytes": 2}, False),
+        ("rope:4096x128:bf16+interleaved", {"pipeline": "async", "vector_bytes": 8}, True),
+        ("rope:4096x128:bf16+interleaved", {"pipeline": "async", "vector_bytes": 4}, False),
+        ("rmsnorm_rope_forward:4096x4096:bf16+joined128", {"cluster": 2}, False),
+        ("rmsnorm_backward:4096x4096:bf16", {"pipeline": "async"}, False),
+    ],
+)
+def test_numbers_of_groups_lie_in_stages_where_copies_of_them_exist(
+    shape: str, knobs: dict[str, int | str], may: bool
+) -> None:
+    problem = Problem.parse(shape)
+    strategy = "column_slices" if problem.signature.sums else "none"
+    target = find_target("h200")
+    plain = {"threads_per_row": 32, "rows_per_cta": 8} if problem.N == 128 else {}
+    v = plain_variant(problem, target, strategy=strategy, **plain)
+    config = {**v.config, "pipeline": "async", "stages": 2, **knobs}
+    assert replace(v, config=config).may_stage is may
+    staged = {**config, "groups_in": "smem"}
+    if may:
+        assert replace(v, config=staged).stages_groups
+    else:
+        with pytest.raises(NormforgeError, match="numbers of groups in stages without room"):
+            replace(v, config=staged)

@@ -126,7 +126,7 @@ def test_committed_package_is_small_enough_to_be_read(package: Path) -> None:
     assert sum(map(len, found.values())) <= 8_000_000
     for path in kernels:
         text = path.read_text()
-        assert len(text) <= 32_000
+        assert len(text) <= 35_000
         assert sum(map(len, own_sections(text))) <= 16_000
 
 

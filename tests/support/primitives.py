@@ -72,7 +72,7 @@ def without_comments(source: str) -> str:
 @cache
 def bodies() -> dict[str, str]:
     """The text of every primitive's function."""
-    names = ("primitives.cuh", "primitives_producer_cluster.cuh")
+    names = ("primitives.cuh", "primitives_producer_cluster.cuh", "primitives_staged.cuh")
     source = without_comments("".join(template_named(name).read_text() for name in names))
     starts = list(re.finditer(r"^(?:template <[^>]*> )?DEVICE [^()\n]*?(\w+)\(", source, re.M))
     ends = [start.start() for start in starts[1:]] + [len(source)]

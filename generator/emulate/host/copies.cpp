@@ -114,9 +114,9 @@ void land_one() {
 
 // ---- cp.async ----
 
-void copy_async(void* to, const void* from, unsigned bytes, int line) {
+void copy_async(Input input, void* to, const void* from, unsigned bytes, int line) {
   Thread& self = *m.current;
-  input_read(kInputRows, from, bytes, line);
+  input_read(input, from, bytes, line);
   if (self.groups.empty()) self.groups.push_back({kUnset, {}});
   CopyGroup& group = self.groups.back();
   if (group.copy == kUnset) group.copy = start(Copy::kThreadLoad, to, from, bytes, line);
@@ -220,10 +220,11 @@ void mbarrier_wait(unsigned long long* barrier, unsigned phase, bool cluster, in
   if (cluster) pass_team_barrier(self, self.team_time + 1);
 }
 
-void bulk_load(void* to, const void* from, unsigned bytes, unsigned long long* barrier, int line) {
+void bulk_load(Input input, void* to, const void* from, unsigned bytes, unsigned long long* barrier,
+               int line) {
   maybe_yield();
   Cta& cta = *m.current->cta;
-  checked_buffer(1u << kRows, from, bytes, "reads", line);
+  checked_buffer(1u << (kRows + input), from, bytes, "reads", line);
   check_bulk_size(from, to, bytes, line);
   const unsigned index = find_mbarrier(cta, barrier, line);
   if (!cta.mbarriers[index].fenced)

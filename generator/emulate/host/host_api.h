@@ -60,7 +60,7 @@ void cluster_barrier_of_inits(AT_LINE);
 unsigned cluster_rank();
 
 // Copies that complete later.
-void copy_async(void* to, const void* from, unsigned bytes, int line);
+void copy_async(Input input, void* to, const void* from, unsigned bytes, int line);
 void copy_async_commit();
 void copy_async_wait(unsigned pending, int line);
 
@@ -69,7 +69,8 @@ void mbarrier_init_fence();
 void mbarrier_expect(unsigned long long* barrier, unsigned bytes, AT_LINE);
 void mbarrier_arrive(unsigned long long* barrier, AT_LINE);
 void mbarrier_wait(unsigned long long* barrier, unsigned phase, bool cluster = false, AT_LINE);
-void bulk_load(void* to, const void* from, unsigned bytes, unsigned long long* barrier, AT_LINE);
+void bulk_load(Input input, void* to, const void* from, unsigned bytes, unsigned long long* barrier,
+               int line);
 void bulk_to_global(float* to, const float* from, unsigned bytes, bool add, int line);
 void bulk_commit();
 void bulk_wait(bool written, int line);

@@ -232,7 +232,19 @@ DEVICE void store_shared_packet(void* to, const Packet<kBytes>& packet, AT_LINE)
 
 template <int kBytes> DEVICE void copy_async(void* to, const void* from, AT_LINE) {
   static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16, "cp.async copies 4, 8 or 16 bytes");
-  copy_async(to, from, kBytes, line);
+  copy_async(kInputRows, to, from, kBytes, line);
+}
+template <int kBytes> DEVICE void copy_numbers(void* to, const void* from, AT_LINE) {
+  static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16, "cp.async copies 4, 8 or 16 bytes");
+  copy_async(kInputColumns, to, from, kBytes, line);
+}
+DEVICE void bulk_load(void* to, const void* from, unsigned bytes, unsigned long long* barrier,
+                      AT_LINE) {
+  bulk_load(kInputRows, to, from, bytes, barrier, line);
+}
+DEVICE void bulk_load_numbers(void* to, const void* from, unsigned bytes,
+                              unsigned long long* barrier, AT_LINE) {
+  bulk_load(kInputColumns, to, from, bytes, barrier, line);
 }
 template <int kPending> DEVICE void copy_async_wait(AT_LINE) { copy_async_wait(kPending, line); }
 DEVICE void mbarrier_wait_cluster(unsigned long long* barrier, unsigned phase, AT_LINE) {
