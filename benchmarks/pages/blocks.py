@@ -15,6 +15,7 @@ from benchmarks.pages.functions import FUNCTION, described
 from benchmarks.pages.invariance import INVARIANCE_BLOCKS
 from benchmarks.pages.layers import LAYERS_BLOCKS
 from benchmarks.pages.method import METHOD_BLOCKS
+from benchmarks.pages.neighbours import NEIGHBOURS_BLOCKS
 from benchmarks.pages.notes import NOTE_BLOCKS
 from benchmarks.pages.performance import PERFORMANCE_BLOCKS
 from benchmarks.pages.pipelines import PIPELINE_BLOCKS
@@ -32,6 +33,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     **FAMILY_BLOCKS,
     **INVARIANCE_BLOCKS,
     **LAYERS_BLOCKS,
+    **NEIGHBOURS_BLOCKS,
     **METHOD_BLOCKS,
     **NOTE_BLOCKS,
     **PERFORMANCE_BLOCKS,

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from statistics import geometric_mean
 from typing import Any
 
-from benchmarks.pages.text import generated, paragraph, read, table
+from benchmarks.pages.text import paragraph, read, table
 from benchmarks.training.layer_models import TITLES
 from benchmarks.training.layers import WAYS
 
@@ -109,138 +107,6 @@ def _by_way(found: dict[str, Any], before: dict[str, Any] | None = None, every: 
     return table(["ms per step", *(TITLES[model] for model in found)], lines)
 
 
-def fewer_instructions() -> str:
-    """Tabulate the winners of norms with neighbours over the floor, in the packages before and in
-    today's. Means are geometric, of the shapes that both have."""
-    before = read("neighbours_before")["ratios"]
-    lines = []
-    for operation in before["h200"]:
-        cells = []
-        for gpu in ("h200", "h100"):
-            old, now = before[gpu][operation], _ratios(gpu, operation)
-            both = [(old[shape], now[shape]) for shape in old if shape in now]
-            was, today = (geometric_mean(each) for each in zip(*both, strict=True))
-            cells += [str(len(both)), f"{was:.3f}", f"{today:.3f}"]
-        lines.append((f"`{operation}`", *cells))
-    header = [f"{gpu}, {what}" for gpu in ("H200", "H100") for what in ("shapes", "before", "now")]
-    return table(["time over the floor", *header], lines)
-
-
-def _ratios(gpu: str, operation: str) -> dict[str, float]:
-    """Return the ratio of each shape's winner in its finals, as the package's table has it."""
-    facts = [entry["provenance"] for entry in generated(gpu, operation, "table.json")["tuned"]]
-    return {own["study"].split(":", 1)[1].rsplit("@", 1)[0]: own["ratio"] for own in facts}
-
-
-def in_two_formats() -> str:
-    """Tabulate the H200's winners of backwards whose dx is quantized, over the floor."""
-    found = {one: _ratios("h200", f"rmsnorm_{one}_backward") for one in ("fp8", "mxfp8")}
-    shapes = sorted(found["fp8"], key=lambda s: [int(size) for size in re.findall(r"\d+", s)])
-    cells = [[f"{one[s]:.3f}" if s in one else "" for one in found.values()] for s in shapes]
-    means = (geometric_mean(one.values()) for one in found.values())
-    lines = [[s, *of_shape] for s, of_shape in zip(shapes, cells, strict=True)]
-    lines.append(["geometric mean", *(f"{mean:.3f}" for mean in means)])
-    return table(["time over the floor", "`fp8_1x128`", "`mxfp8_1x32`"], lines)
-
-
-def rope_together() -> str:
-    """Tabulate the H200's kernels of rotated heads over the floor, before batches of one token had
-    a loop of their own and since."""
-    return _before_and_now("rope_together_h200")
-
-
-def rope_halves() -> str:
-    """Tabulate the H200's kernels of rows of heads over the floor, before a thread had both columns
-    of a pair and since."""
-    return _before_and_now("rope_halves_h200")
-
-
-def groups_ahead() -> str:
-    """Tabulate kernels of rows of heads over the floor, by how many batches ahead the L2 is asked
-    for cos and sin."""
-    rows = [row for row in read("groups_ahead_h200")["rows"] if "+joined" in row["shape"]]
-    ahead = list(rows[0]["ratio"])
-    lines = []
-    for row in rows:
-        operation, _, shape = row["shape"].partition(":")
-        direction = operation.removeprefix("rmsnorm_rope_")
-        lines.append((shape, direction, *(f"{row['ratio'][each]:.3f}" for each in ahead)))
-    header = ["not asked" if each == "0" else f"{each} batches" for each in ahead]
-    return table(["time over the floor", "direction", *header], lines)
-
-
-def _before_and_now(name: str) -> str:
-    """Tabulate two packages of rotated heads in one run, over the floor."""
-    found = read(name)
-    lines: list[tuple[str, ...]] = []
-    for direction in ("forward", "backward"):
-        of = f"rmsnorm_rope_{direction}:"
-        was, now = (
-            {row["shape"]: row["cells"]["ours"]["ratio"] for row in found[when]}
-            for when in ("before", "after")
-        )
-        shapes = [shape for shape in now if shape.startswith(of)]
-        lines += [(s.removeprefix(of), direction, f"{was[s]:.3f}", f"{now[s]:.3f}") for s in shapes]
-        means = (geometric_mean(one[s] for s in shapes) for one in (was, now))
-        lines.append(("geometric mean", direction, *(f"{mean:.3f}" for mean in means)))
-    return table(["time over the floor", "direction", "before", "now"], lines)
-
-
-CONTENDERS = {
-    "ours": "Normforge",
-    "inductor": "Inductor",
-    "inductor_max": "Inductor, max-autotune",
-    "triton": "plain Triton",
-    "fla": "Flash-Linear-Attention",
-}
-"""The contenders of `benchmarks.neighbours` that are tabulated, and their titles."""
-
-
-def beside_neighbours() -> str:
-    """Tabulate norms fused with their neighbours beside what else computes them on an H200: the
-    geometric means over the floor, of the shapes that a contender serves, and how many these are
-    where it is not all. Below it the shapes at which something else is faster."""
-    found = read("neighbours_h200")
-    rows, packages = found["rows"], found["environment"]["packages"]
-    lines, faster = [], []
-    for kind in dict.fromkeys(_kind(row) for row in rows):
-        own = [row["cells"] for row in rows if _kind(row) == kind]
-        cells = []
-        for name in CONTENDERS:
-            ratios = [one[name]["ratio"] for one in own if "ratio" in one.get(name, {})]
-            some = f" ({len(ratios)})" if len(ratios) < len(own) else ""
-            cells.append(f"{geometric_mean(ratios):.3f}{some}" if ratios else "")
-        lines.append((kind, str(len(own)), *cells))
-    for row in rows:
-        of = {n: c["ratio"] for n, c in row["cells"].items() if n in CONTENDERS and "ratio" in c}
-        best = min(of, key=lambda name: of[name])
-        if best != "ours":
-            said = f"`{row['shape']}`: {CONTENDERS[best]}, by {of['ours'] / of[best] - 1:.1%}"
-            faster.append(f"{said.replace('%', ' %')}{_since(row['shape'], packages)}")
-    tabulated = table(["time over the floor", "shapes", *CONTENDERS.values()], lines)
-    said = f"Faster at {len(faster)} of {len(rows)} shapes: {'; '.join(faster)}."
-    return f"{tabulated}\n\n{paragraph(said)}"
-
-
-def _kind(row: dict[str, Any]) -> str:
-    """Return what a row is tabulated as: an operation, or one of rows of several heads."""
-    operation, _, shape = row["shape"].partition(":")
-    return f"`{operation}`" + (" of all heads" if "+joined" in shape else "")
-
-
-def _since(shape: str, measured: dict[str, Any]) -> str:
-    """Say what the finals of a shape gave that was tuned again after the comparison, "" for
-    others."""
-    operation, _, size = shape.partition(":")
-    for entry in generated("h200", operation, "table.json")["tuned"]:
-        if (
-            f"{operation}:{size}@" in entry["provenance"]["study"]
-            and entry["kernel"]["digest"] not in measured[operation]["cubins"].values()
-        ):
-            return f" (tuned again since: {entry['provenance']['ratio']:.3f} in its finals)"
-    return ""
-
-
 LAYERS_BLOCKS: dict[str, Callable[[], str]] = {
     "layers_with_sums": layers_with_sums,
     "layers_rotated": layers_rotated,
@@ -251,10 +117,4 @@ LAYERS_BLOCKS: dict[str, Callable[[], str]] = {
     "layers_native": layers_native,
     "host_of_rows": host_of_rows,
     "layers_with_sums_h100": layers_with_sums_h100,
-    "fewer_instructions": fewer_instructions,
-    "in_two_formats": in_two_formats,
-    "rope_together": rope_together,
-    "rope_halves": rope_halves,
-    "groups_ahead": groups_ahead,
-    "beside_neighbours": beside_neighbours,
 }

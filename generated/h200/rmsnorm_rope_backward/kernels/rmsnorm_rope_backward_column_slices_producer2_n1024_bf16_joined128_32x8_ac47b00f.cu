@@ -457,7 +457,7 @@ DEVICE void load_group(GroupPacket (&into)[kRowsInFlight][kGroupVectors], const 
   }
 }
 // Asks the L2 for those of a later batch, so that its loads, a batch ahead of their use, need not wait for
-// memory. One of the threads that share a number asks for it. No result depends on it.
+// memory. Of the threads of a row one asks for each number. No result depends on it.
 DEVICE void prefetch_groups(const Rows& rows, long long batch) {
   if (batch >= rows.batches) return;
   constexpr int kApart = kHalf;  // columns with numbers of their own

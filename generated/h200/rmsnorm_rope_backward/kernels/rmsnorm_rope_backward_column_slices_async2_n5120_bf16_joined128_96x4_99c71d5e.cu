@@ -1,8 +1,9 @@
-// rmsnorm_rope_backward_mailbox_async3_n128_bf16_8x8_6b96d261
+// rmsnorm_rope_backward_column_slices_async2_n5120_bf16_joined128_96x4_99c71d5e
 //
 // Backward of y = n * cos + rotate_half(n) * sin with n = rmsnorm(x) * w: with dn = dy * cos + (dy * sin of
 // the second half in front of -(dy * sin) of the first) and xhat = x * rstd, dx = rstd * (w * dn - xhat *
 // mean(xhat * w * dn)), dw = sum over rows of dn * xhat.
+// A row of x is heads of 128 columns: n and its mean are of all of them, rotate_half(n) is of each.
 // rstd = 1 / sqrt(mean of squares + eps) is computed again, by the first of two sums along a row.
 // Determinism class: gpu_to_gpu.
 //
@@ -11,47 +12,45 @@
 // ---- Config ---------------------------------------------------------------------------------
 
 constexpr bool kExact = true;  // N is a constant
-constexpr int kRowColumns = 128;  // N
-constexpr int kColumns = 128;  // columns of one CTA
-constexpr int kCluster = 1;  // CTAs that share a row
-constexpr int kThreadsPerRow = 8;
-constexpr int kTeamThreads = 32;  // those of a row, but at least a warp
-constexpr int kRowsAbreast = 4;  // rows that parts of a warp work on side by side
-constexpr int kTeams = 8;  // of a CTA, each with rows of its own
-constexpr int kThreads = 256;  // of one CTA
-constexpr int kRowsInFlight = 2;  // rows that a thread works on at once
-constexpr int kBatchRows = 8;  // rows of a batch: kRowsInFlight * kRowsAbreast
-constexpr int kStages = 3;  // batches under way in shared memory
+constexpr int kRowColumns = 5120;  // N
+constexpr int kColumns = 2560;  // columns of one CTA
+constexpr int kCluster = 2;  // CTAs that share a row
+constexpr int kThreadsPerRow = 96;
+constexpr int kTeamThreads = 96;  // those of a row, but at least a warp
+constexpr int kRowsAbreast = 1;  // rows that parts of a warp work on side by side
+constexpr int kTeams = 4;  // of a CTA, each with rows of its own
+constexpr int kThreads = 384;  // of one CTA
+constexpr int kRowsInFlight = 1;  // rows that a thread works on at once
+constexpr int kBatchRows = 1;  // rows of a batch: kRowsInFlight * kRowsAbreast
+constexpr int kStages = 2;  // batches under way in shared memory
 constexpr int kStageBarriers = 0;  // transaction barriers of one team's stages
-constexpr int kReload = 1;  // x and dy are read again for dx
+constexpr int kReload = 0;  // x and dy are read again for dx
 constexpr int kVectorBytes = 16;
 constexpr int kElements = 8;  // elements of x in a vector
-constexpr int kVectors = 2;  // vectors of a row in one thread
-constexpr int kWarpsPerRow = 1;
+constexpr int kVectors = 4;  // vectors of a row in one thread
+constexpr int kWarpsPerRow = 3;
 constexpr int kWeightBytes = 16;  // of the weight for one vector of x
-constexpr int kRowBytes = 256;  // of one CTA's part of a row of x
+constexpr int kRowBytes = 5120;  // of one CTA's part of a row of x
 constexpr int kOffset = 0;  // a number is added to the weight
 constexpr int kResidual = 0;  // the residual's gradient is added to dx
 constexpr int kResidualBytes = 16;  // beside a vector
 constexpr int kResidualRowBytes = 0;
-constexpr int kPartialStride = 128;  // floats of one row of partial dw
-constexpr int kTailColumns = 32;  // columns of dw that a CTA of the tail sums at once
+constexpr int kPartialStride = 2560;  // floats of one row of partial dw
+constexpr int kTailColumns = 128;  // columns of dw that a CTA of the tail sums at once
 constexpr int kLevels = 1;
 constexpr int kSumThreads = 0;  // of one CTA of the second kernel
-constexpr int kSumsOffset = 0;  // bytes into shared memory
-constexpr int kWeightOffset = 0;  // bytes into shared memory; not args.weight_offset
-constexpr int kBroadcastOffset = 0;
-constexpr int kTilesOffset = 16512;
-constexpr int kBlockBatches = 8;  // batches that are added up at once
-constexpr int kBlockSumsOffset = 16;
-constexpr int kArrivesEarly = 1;  // a CTA, when it begins its last rows
+constexpr int kSumsOffset = 64;  // bytes into shared memory
+constexpr int kWeightOffset = 448;  // bytes into shared memory; not args.weight_offset
+constexpr int kBroadcastOffset = 6592;
+constexpr int kTilesOffset = 55808;
+constexpr int kBlockBatches = 16;  // batches that are added up at once
+constexpr int kBlockSumsOffset = 6608;
 #define ROW_LOAD ".nc"
-// Rows are asked for with a priority in the L2.
-#define ROW_POLICY ".reg .b64 policy; createpolicy.fractional.L2::evict_last.b64 policy, 1.0; "
-#define ROW_HINT ".L2::cache_hint"
-#define ROW_OPERAND ", policy"
+#define ROW_POLICY ""
+#define ROW_HINT ""
+#define ROW_OPERAND ""
 #define ROW_STORE ""
-#define LEAST_COLUMNS 128  // of a row
+#define LEAST_COLUMNS 5120  // of a row
 
 #include "primitives.cuh"
 
@@ -152,7 +151,7 @@ struct Rows {
 // argument for memory ordering holds for any number of sums per batch.
 namespace row_sums {
 constexpr int kRowsInFlight = 2 * ::kRowsInFlight;
-#include "row_sum_cta.cuh"
+#include "row_sum_cluster.cuh"
 }  // namespace row_sums
 
 #include "schedule.cuh"
@@ -239,13 +238,116 @@ struct RowPipeline {
   DEVICE void advance() { due = due == last() ? first : due + kStageBytes; }
 };
 
-#include "pairs.cuh"
+// ---- Pairs of columns ---------------------------------------------------------------------------
+// A row is heads of kHead columns. In each of them, i and i + kHead / 2 are a pair. A vector lies in one half
+// of a head, so its partner is a vector.
+//
+// Where the vectors of every head lie in lanes of a warp, side by side, the partner is one shuffle away.
+// Otherwise it is read a second time, from global memory: the row has been asked for just before, so a
+// cache has it.
+// Memory ordering. Nothing but registers is exchanged, and what is read a second time is an input that
+// nobody writes: an output may not be the memory of a tensor that is read in pairs.
 
-#include "groups.cuh"
+constexpr int kHead = 128, kHalf = kHead / 2;
+static_assert(kExact && kHead % (2 * kElements) == 0, "a vector lies in one half of a head");
+static_assert(kRowColumns % kHead == 0, "a row is whole heads");
+constexpr int kHeadVectors = kHead / kElements;
+constexpr bool kOwnPartners = false;
+// Vector t + j * kThreadsPerRow of the CTA's columns is vector j of thread t. Where both kColumns and these
+// threads are of whole heads, and as many vectors as a head has divide a warp, a head's vectors lie in that
+// many lanes from a multiple of it on. Lanes without a vector have no partner with one.
+constexpr bool kPartnersInWarp =
+    kColumns % kHead == 0 && kThreadsPerRow % kHeadVectors == 0 && 32 % kHeadVectors == 0;
+
+DEVICE int partner_of(int column) { return column % kHead < kHalf ? column + kHalf : column - kHalf; }
+
+// The partners of all vectors of a batch; `at` is where a tensor has a row and column. All lanes of a
+// warp come here together: teams are whole warps, and all their threads go through every batch.
+DEVICE void read_partners(RowPacket (&into)[kRowsInFlight][kVectors],
+                          const RowPacket (&own)[kRowsInFlight][kVectors], const Rows& rows,
+                          long long batch, const Element* (Rows::*at)(long long, int) const) {
+#pragma unroll
+  for (int u = 0; u < kRowsInFlight; ++u) {
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      if constexpr (kOwnPartners) {
+        into[u][j] = own[u][(j + kVectors / 2) % kVectors];
+      } else if constexpr (kPartnersInWarp) {
+#pragma unroll
+        for (int k = 0; k < (kVectorBytes + 3) / 4; ++k)
+          into[u][j].words[k] = __float_as_uint(
+              shuffle_xor(__uint_as_float(own[u][j].words[k]), kHeadVectors / 2));
+      } else {
+        const long long row = row_of(batch, u);
+        const int column = rows.column(j);
+        into[u][j] = RowPacket{};
+        if (rows.has(row) && rows.owns(j, column))
+          into[u][j] = load_row<kVectorBytes>((rows.*at)(row, partner_of(column)));
+      }
+    }
+  }
+}
+
+// ---- What the rows of a group share -------------------------------------------------------------
+// Consecutive rows, such as the heads of a token, share kHead / 2 numbers: one for every pair of columns.
+// They are read through the caches, which the rows of a group and those of the next SM find them in.
+
+// Words of fp32 numbers, or in front those of the rows' dtype: what they mean is decided where they are
+// used, so that nothing waits for them before.
+using GroupPacket = Packet<4 * kElements>;
+// Where a thread's vectors are whole halves apart, all have the same.
+constexpr int kGroupVectors = kThreadsPerRow * kElements % kHalf == 0 ? 1 : kVectors;
+
+DEVICE unsigned quotient(unsigned number, long long factor) {
+  return static_cast<unsigned>((static_cast<unsigned long long>(factor) * number) >> 32);
+}
+// Where the numbers of a row's group are, in a tensor of such a stride. Rows fit into 32 bits
+// (division_factor in row_layout.py).
+DEVICE long long group_start(const Arguments& args, long long row, long long stride) {
+  const unsigned group = quotient(static_cast<unsigned>(row), args.group_factor);
+  return (group - quotient(group, args.period_factor) * args.period) * stride;
+}
+// Those of all rows of a batch. Where they are of one group, those of its first row, and past the end those
+// of the last batch again, which nobody uses.
+DEVICE void load_group(GroupPacket (&into)[kRowsInFlight][kGroupVectors], const void* from,
+                       long long stride, const Rows& rows, long long batch) {
+#pragma unroll
+  for (int u = 0; u < (rows.together ? 1 : kRowsInFlight); ++u) {
+    const long long last = rows.batches - 1;
+    const long long row = rows.together ? (batch < last ? batch : last) * kBatchRows : row_of(batch, u);
+    const bool exists = rows.has(row);
+    const long long start = group_start(rows.arguments, row, stride);
+#pragma unroll
+    for (int j = 0; j < kGroupVectors; ++j) {
+      const int column = rows.column(j);
+      const long long at = start + column % kHalf;
+      into[u][j] = GroupPacket{};
+      if (!exists || !rows.owns(j, column)) continue;
+      if (rows.wide) {
+        constexpr int kChunk = kChunkOf<4 * kElements>;
+#pragma unroll
+        for (int c = 0; c < 4 * kElements / kChunk; ++c)
+          *reinterpret_cast<Packet<kChunk>*>(into[u][j].words + c * kChunk / 4) =
+              load_weight<kChunk>(static_cast<const float*>(from) + at + c * kChunk / 4);
+      } else {
+        constexpr int kChunk = kChunkOf<kVectorBytes>;
+        constexpr int kStep = kChunk / static_cast<int>(sizeof(Element));
+#pragma unroll
+        for (int c = 0; c < kVectorBytes / kChunk; ++c)
+          *reinterpret_cast<Packet<kChunk>*>(into[u][j].words + c * kChunk / 4) =
+              load_weight<kChunk>(static_cast<const Element*>(from) + at + c * kStep);
+      }
+    }
+  }
+}
+DEVICE float group_number(const GroupPacket& packet, int i, bool wide) {
+  if (wide) return __uint_as_float(packet.words[i]);
+  return element<Element>(packet.words, i);
+}
 
 // ---- The weight -----------------------------------------------------------------------------
 
-#include "weight_registers.cuh"
+#include "weight_smem.cuh"
 
 #include "row_blocks.cuh"
 
@@ -256,14 +358,14 @@ struct RowPipeline {
 #include "dw_context.cuh"
 #include "sum_slice.cuh"
 #include "last_arrived.cuh"
-#include "dw_mailbox.cuh"
+#include "dw_column_slices.cuh"
 
 // ---- The kernel -----------------------------------------------------------------------------
 
-extern "C" __global__ void __launch_bounds__(256, 1) rmsnorm_rope_backward(ARGUMENTS(Arguments, args)) {
+extern "C" __global__ void __launch_bounds__(384, 1) rmsnorm_rope_backward(ARGUMENTS(Arguments, args)) {
   DYNAMIC_SHARED(smem);
-  constexpr int rank = 0;
-  const unsigned participants = gridDim.x;
+  const int rank = static_cast<int>(cluster_rank());
+  const unsigned participants = gridDim.x / kCluster;
   DwStrategy strategy{args.dw,      args.dw_mode, args.counters, args.zeroed,
                       args.scratch, participants, static_cast<unsigned>(args.group),
                       kExact ? kColumns : args.columns, rank, smem};
@@ -279,6 +381,9 @@ extern "C" __global__ void __launch_bounds__(256, 1) rmsnorm_rope_backward(ARGUM
   // thread has itself set up the barriers of the stages, and no other thread looks at them yet.
   pipeline.start(schedule);
   const Weight weights(rows, args.weight, smem);
+  // No CTA may send to another one of the cluster before that one runs and has set up its barriers. This
+  // barrier also publishes everything else written to shared memory so far.
+  cluster_barrier();
 
   // 1 / N, rounded once.
   float inverse_columns = 1.0f / kRowColumns;
@@ -313,7 +418,6 @@ extern "C" __global__ void __launch_bounds__(256, 1) rmsnorm_rope_backward(ARGUM
 #pragma unroll
       for (int j = 0; j < kGroupVectors; ++j) sin_words[u][j] = next_sin_words[u][j];
     load_group(next_sin_words, args.sin, args.sin_stride, rows, schedule.ahead(1));
-    if (schedule.ahead(1) >= rows.batches) strategy.announce(participant);
     pipeline.await();
     pipeline.read(xs, dys, batch);
     RowPacket partner_dys[kRowsInFlight][kVectors];
@@ -328,13 +432,16 @@ extern "C" __global__ void __launch_bounds__(256, 1) rmsnorm_rope_backward(ARGUM
         const Packet<kWeightBytes> w = weights[j];
 #pragma unroll
         for (int i = 0; i < kElements; ++i) {
-          const float dn = __fmaf_rn(element<Element>(dys[u][j].words, i), group_number(cos_words[rows.together ? 0 : u][j % kGroupVectors], i, rows.wide), __fmul_rn((rows.column(j) < kHalf) ? element<Element>(partner_dys[u][j].words, i) : -element<Element>(partner_dys[u][j].words, i), group_number(sin_words[rows.together ? 0 : u][j % kGroupVectors], i, rows.wide)));
+          const float dn = __fmaf_rn(element<Element>(dys[u][j].words, i), group_number(cos_words[rows.together ? 0 : u][j % kGroupVectors], i, rows.wide), __fmul_rn((rows.column(j) % kHead < kHalf) ? element<Element>(partner_dys[u][j].words, i) : -element<Element>(partner_dys[u][j].words, i), group_number(sin_words[rows.together ? 0 : u][j % kGroupVectors], i, rows.wide)));
           // Of x^2, and of x * w * the gradient of what is normalized.
           sum[u] = __fmaf_rn(element<Element>(xs[u][j].words, i), element<Element>(xs[u][j].words, i), sum[u]);
           sum[kRowsInFlight + u] = __fmaf_rn(element<Element>(xs[u][j].words, i), __fmul_rn(weight_of(w, i, args.weight_offset), dn), sum[kRowsInFlight + u]);
         }
       }
-    row_sum(sum);
+    row_sum.send(sum);
+    // Ends a block of the batches before this one. Doing so here hides its cost behind the exchange.
+    blocks.end_batch(partial);
+    row_sum.receive(sum);
     pipeline.refill(schedule);
     if constexpr (kReload) pipeline.read(xs, dys, batch);
     if constexpr (kReload) read_partners(partner_dys, dys, rows, batch, &Rows::dy);
@@ -355,7 +462,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) rmsnorm_rope_backward(ARGUM
         float out[kElements];
 #pragma unroll
         for (int i = 0; i < kElements; ++i) {
-          const float xe = element<Element>(xs[u][j].words, i), scaled = __fmul_rn(rstd, __fmaf_rn(element<Element>(dys[u][j].words, i), group_number(cos_words[rows.together ? 0 : u][j % kGroupVectors], i, rows.wide), __fmul_rn((rows.column(j) < kHalf) ? element<Element>(partner_dys[u][j].words, i) : -element<Element>(partner_dys[u][j].words, i), group_number(sin_words[rows.together ? 0 : u][j % kGroupVectors], i, rows.wide))));  // rstd * dn
+          const float xe = element<Element>(xs[u][j].words, i), scaled = __fmul_rn(rstd, __fmaf_rn(element<Element>(dys[u][j].words, i), group_number(cos_words[rows.together ? 0 : u][j % kGroupVectors], i, rows.wide), __fmul_rn((rows.column(j) % kHead < kHalf) ? element<Element>(partner_dys[u][j].words, i) : -element<Element>(partner_dys[u][j].words, i), group_number(sin_words[rows.together ? 0 : u][j % kGroupVectors], i, rows.wide))));  // rstd * dn
           out[i] = __fmaf_rn(weight_of(w, i, args.weight_offset), scaled, __fmul_rn(correction, xe));
           partial[j][i] = __fmaf_rn(xe, scaled, partial[j][i]);
         }
@@ -367,7 +474,6 @@ extern "C" __global__ void __launch_bounds__(256, 1) rmsnorm_rope_backward(ARGUM
       }
     }
     pipeline.advance();
-    blocks.end_batch(partial);
   }
   };
   const bool wide_numbers = sizeof(Element) == 4 || args.wide_groups;
@@ -384,4 +490,4 @@ extern "C" __global__ void __launch_bounds__(256, 1) rmsnorm_rope_backward(ARGUM
   }
 }
 
-// Headers: templates/*.cuh, revision 76cd875d59ec
+// Headers: templates/*.cuh, revision f0827f3de9de

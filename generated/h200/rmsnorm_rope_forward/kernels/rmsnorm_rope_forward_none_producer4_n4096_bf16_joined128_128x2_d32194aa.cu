@@ -1,4 +1,4 @@
-// rmsnorm_rope_forward_none_bulk2_n1024_bf16_joined128_32x16_9128fd72
+// rmsnorm_rope_forward_none_producer4_n4096_bf16_joined128_128x2_d32194aa
 //
 // y = n * cos + rotate_half(n) * sin with n = rmsnorm(x) * w, and rotate_half(n) = -n of the
 // second half of a row in front of n of the first.
@@ -10,25 +10,25 @@
 // ---- Config ---------------------------------------------------------------------------------
 
 constexpr bool kExact = true;  // N is a constant
-constexpr int kRowColumns = 1024;  // N
-constexpr int kColumns = 1024;  // columns of one CTA
+constexpr int kRowColumns = 4096;  // N
+constexpr int kColumns = 4096;  // columns of one CTA
 constexpr int kCluster = 1;  // CTAs that share a row
-constexpr int kThreadsPerRow = 32;
-constexpr int kTeamThreads = 32;  // those of a row, but at least a warp
+constexpr int kThreadsPerRow = 128;
+constexpr int kTeamThreads = 128;  // those of a row, but at least a warp
 constexpr int kRowsAbreast = 1;  // rows that parts of a warp work on side by side
-constexpr int kTeams = 16;  // of a CTA, each with rows of its own
-constexpr int kThreads = 512;  // of one CTA
+constexpr int kTeams = 2;  // of a CTA, each with rows of its own
+constexpr int kThreads = 256;  // of one CTA
 constexpr int kRowsInFlight = 1;  // rows that a thread works on at once
 constexpr int kBatchRows = 1;  // rows of a batch: kRowsInFlight * kRowsAbreast
-constexpr int kStages = 2;  // batches under way in shared memory
-constexpr int kStageBarriers = 2;  // transaction barriers of one team's stages
+constexpr int kStages = 4;  // batches under way in shared memory
+constexpr int kStageBarriers = 8;  // transaction barriers of one team's stages
 constexpr int kReload = 0;  // x and dy are read again for dx
 constexpr int kVectorBytes = 16;
 constexpr int kElements = 8;  // elements of x in a vector
 constexpr int kVectors = 4;  // vectors of a row in one thread
-constexpr int kWarpsPerRow = 1;
+constexpr int kWarpsPerRow = 4;
 constexpr int kWeightBytes = 16;  // of the weight for one vector of x
-constexpr int kRowBytes = 2048;  // of one CTA's part of a row of x
+constexpr int kRowBytes = 8192;  // of one CTA's part of a row of x
 constexpr int kOffset = 0;  // a number is added to the weight
 constexpr int kResidual = 0;  // the residual's gradient is added to dx
 constexpr int kResidualBytes = 16;  // beside a vector
@@ -37,10 +37,10 @@ constexpr int kPartialStride = 0;  // floats of one row of partial dw
 constexpr int kTailColumns = 0;  // columns of dw that a CTA of the tail sums at once
 constexpr int kLevels = 1;
 constexpr int kSumThreads = 0;  // of one CTA of the second kernel
-constexpr int kSumsOffset = 256;  // bytes into shared memory
-constexpr int kWeightOffset = 256;  // bytes into shared memory; not args.weight_offset
-constexpr int kBroadcastOffset = 256;
-constexpr int kTilesOffset = 384;
+constexpr int kSumsOffset = 128;  // bytes into shared memory
+constexpr int kWeightOffset = 192;  // bytes into shared memory; not args.weight_offset
+constexpr int kBroadcastOffset = 192;
+constexpr int kTilesOffset = 256;
 constexpr int kBlockColumns = 128;  // of a head
 constexpr int kBlockVectors = 2;  // of a head that a thread has
 constexpr int kBlockLanes = 8;  // threads that have some of a head
@@ -49,12 +49,13 @@ constexpr int kBlockLanes = 8;  // threads that have some of a head
 #define ROW_POLICY ".reg .b64 policy; createpolicy.fractional.L2::evict_last.b64 policy, 1.0; "
 #define ROW_HINT ".L2::cache_hint"
 #define ROW_OPERAND ", policy"
-#define ROW_STORE ".cs"
-#define LEAST_COLUMNS 1024  // of a row
+#define ROW_STORE ""
+#define LEAST_COLUMNS 4096  // of a row
 
 #include "primitives.cuh"
+#include "primitives_producer.cuh"
 
-#include "primitives_prefetch.cuh"
+#include "primitives_staged.cuh"
 
 using Element = bf16;        // x, y
 using WeightElement = bf16;  // weight
@@ -132,6 +133,8 @@ struct Rows {
   DEVICE long long start(long long row, long long stride, long long gap) const {
     return row * stride + __umulhi(static_cast<unsigned>(row), arguments.gaps) * gap;
   }
+  // Whether stages hold what groups share: of every row a group of its own, or one of a batch.
+  DEVICE bool staged() const { return true; }
   DEVICE bool has(long long row) const { return together || row < count; }
   // Where the thread's row u of a batch begins.
   DEVICE long long start_in(long long batch, int u, long long stride, long long gap) const {
@@ -144,92 +147,73 @@ struct Rows {
   }
 };
 
-#include "row_sum.cuh"
-#include "row_sum_cta.cuh"
+// ---- The sum over a row ----------------------------------------------------------------------
 
-#include "schedule.cuh"
-
-// ---- Rows: bulk copies into stages in shared memory ------------------------------------------
-// One thread of each team asks the copy engine for whole rows. Each stage has a transaction barrier,
-// which completes when all bytes of the batch have landed, and acquires them for every thread that
-// waits.
-// A stage is refilled only after every thread of the team has read it. That is after the barrier of the
-// row sum or, in a cluster, after the completed exchange, which every warp of the team joins after its
-// reads (with a reload, the exchange of the next batch). The barrier orders ordinary accesses. The
-// proxy fence of the thread that issues the copy orders them before the asynchronous write.
-// Only existing rows are copied. The space of the others holds old data, which is never read.
-// dx may be the memory of dy: one copy brings a row, or a CTA's columns of it, and every thread that
-// writes there has waited for its completion, which the mbarrier makes visible to generic accesses.
-
-struct RowPipeline {
-  static_assert(kRowsAbreast == 1, "a bulk copy brings its row to a whole team");
-  static constexpr int kBatchBytes = kRowsInFlight * (1 * kRowBytes + kResidualRowBytes);
-  static constexpr int kAhead = kStages - kReload;
-
-  const Rows& rows;
-  unsigned char* tiles;
-  unsigned long long* landed;  // one barrier per stage
-  int stage = 0;
-  unsigned phase = 0;
-
-  DEVICE RowPipeline(const Rows& r, unsigned char* smem)
-      : rows(r), tiles(smem + kTilesOffset + team_index() * kStages * kBatchBytes),
-        landed(reinterpret_cast<unsigned long long*>(smem) + team_index() * kStages) {
-    if (team_thread() == 0) {
-#pragma unroll 1
-      for (int s = 0; s < kStages; ++s) mbarrier_init(&landed[s], 1);
-      mbarrier_init_fence();
-    }
-    // A barrier before the first wait publishes them to the team.
+// A barrier of the threads of a team. Reads of a stage come before it, and the refill of the stage after
+// it.
+DEVICE void team_barrier() {
+  if constexpr (kThreadsPerRow <= 32) {
+    warp_barrier();
+  } else if constexpr (kTeams == 1) {
+    named_barrier(1, kThreadsPerRow);
+  } else {
+    named_barrier(1 + team_index(), kThreadsPerRow);
   }
-  DEVICE void fetch(long long batch, int into) {
-    if (batch >= rows.batches) return;
-    const long long row = row_of(batch, 0);
-    const long long left = rows.count - row;
-    const int valid = left < kRowsInFlight ? static_cast<int>(left) : kRowsInFlight;
-    unsigned char* tile = tiles + into * kBatchBytes;
-    mbarrier_expect(&landed[into], valid * (1 * kRowBytes + kResidualRowBytes));
-    for (int u = 0; u < valid; ++u) {
-      bulk_load(tile + u * kRowBytes, rows.x(row + u, rows.first_column), kRowBytes,
-                &landed[into]);
-    }
-  }
-  DEVICE void start(const Schedule& schedule) {
-    if (team_thread() != 0) return;
-#pragma unroll 1
-    for (int s = 0; s < kAhead; ++s) fetch(schedule.ahead(s), s);
-  }
-  DEVICE void await() { mbarrier_wait(&landed[stage], phase); }
-  DEVICE void read(RowPacket (&x)[kRowsInFlight][kVectors], long long batch) {
-    const unsigned char* tile = tiles + stage * kBatchBytes;
+}
+
+// The sum over the lanes of a warp that share a row, the same in each of them.
+DEVICE float warp_sum(float value) {
 #pragma unroll
-    for (int u = 0; u < kRowsInFlight; ++u) {
-      const bool valid = row_of(batch, u) < rows.count;
+  for (int mask = (kThreadsPerRow < 32 ? kThreadsPerRow : 32) / 2; mask > 0; mask /= 2)
+    value = __fadd_rn(value, shuffle_xor(value, mask));
+  return value;
+}
+
+// The sum of kCount floats of shared memory, the same in every thread of the warp: in index order if
+// there are few, in a butterfly if there are many, after each lane has added every 32nd one.
+template <int kCount> DEVICE float sum_shared(const float* from) {
+  float total = 0.0f;
+  if constexpr (kCount <= 8) {
 #pragma unroll
-      for (int j = 0; j < kVectors; ++j) {
-        const int column = rows.column(j);
-        const int at = (column - rows.first_column) * static_cast<int>(sizeof(Element));
-        x[u][j] = RowPacket{};
-        if (valid && rows.owns(j, column)) {
-          x[u][j] = load_shared_packet<kVectorBytes>(tile + u * kRowBytes + at);
-        }
-      }
-    }
+    for (int i = 0; i < kCount; ++i) total = __fadd_rn(total, load_shared(from + i));
+  } else {
+    for (int i = threadIdx.x % 32; i < kCount; i += 32)
+      total = __fadd_rn(total, load_shared(from + i));
+    total = warp_sum(total);
   }
-  // With a reload, the stage of this batch is still needed, so the one before it is refilled.
-  DEVICE void refill(const Schedule& schedule) {
-    if (team_thread() != 0) return;
-    fence_async_shared();
-    const int last = stage == 0 ? kStages - 1 : stage - 1;
-    fetch(schedule.ahead(kAhead), kReload ? last : stage);
-  }
-  DEVICE void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      phase ^= 1;
+  return total;
+}
+// There are two buffers, used in turn. A warp that is ahead writes the next batch's sums while others
+// still read this one's. The barrier in between keeps it from being two batches ahead.
+struct RowSum {
+  static constexpr int kSums = kRowsInFlight * kWarpsPerRow;
+
+  float* sums;
+  unsigned batch = 0;
+
+  DEVICE explicit RowSum(unsigned char* smem, unsigned team)
+      : sums(reinterpret_cast<float*>(smem + kSumsOffset) + team * 2 * kSums) {}
+  DEVICE void operator()(float (&value)[kRowsInFlight]) {
+#pragma unroll
+    for (int u = 0; u < kRowsInFlight; ++u) value[u] = warp_sum(value[u]);
+    if constexpr (kWarpsPerRow == 1) {
+      team_barrier();
+    } else {
+      float* into = sums + (batch & 1) * kSums;
+      if (threadIdx.x % 32 == 0)
+#pragma unroll
+        for (int u = 0; u < kRowsInFlight; ++u)
+          store_shared(into + u * kWarpsPerRow + team_thread() / 32, value[u]);
+      team_barrier();
+#pragma unroll
+      for (int u = 0; u < kRowsInFlight; ++u)
+        value[u] = sum_shared<kWarpsPerRow>(into + u * kWarpsPerRow);
+      ++batch;
     }
   }
 };
+
+#include "schedule.cuh"
 
 // ---- Pairs of columns ---------------------------------------------------------------------------
 // A row is heads of kHead columns. In each of them, i and i + kHead / 2 are a pair. A vector lies in one half
@@ -326,30 +310,200 @@ DEVICE void load_group(GroupPacket (&into)[kRowsInFlight][kGroupVectors], const 
     }
   }
 }
-// Asks the L2 for those of a later batch, so that its loads, a batch ahead of their use, need not wait for
-// memory. One of the threads that share a number asks for it. No result depends on it.
-DEVICE void prefetch_groups(const Rows& rows, long long batch) {
-  if (batch >= rows.batches) return;
-  constexpr int kApart = kHalf;  // columns with numbers of their own
-#pragma unroll
-  for (int u = 0; u < (rows.together ? 1 : kRowsInFlight); ++u) {
-    const long long row = rows.together ? batch * kBatchRows : row_of(batch, u);
-    if (!rows.has(row)) continue;
-#pragma unroll
-    for (int j = 0; j < kGroupVectors; ++j) {
-      const int column = rows.column(j), size = rows.wide ? 4 : static_cast<int>(sizeof(Element));
-      if (column >= kApart) continue;
-      prefetch_l2(static_cast<const char*>(rows.arguments.cos) +
-                  (group_start(rows.arguments, row, rows.arguments.cos_stride) + column) * size);
-      prefetch_l2(static_cast<const char*>(rows.arguments.sin) +
-                  (group_start(rows.arguments, row, rows.arguments.sin_stride) + column) * size);
-    }
-  }
+DEVICE bool rows_are_together(const Arguments& args) {
+  return args.rows != 0 && args.rows % kBatchRows == 0 && args.together % kBatchRows == 0;
+}
+// Of each tensor, groups that a stage has room for: those of a batch whose rows have one each, or one.
+constexpr int kStagedGroups = kRowsInFlight;
+constexpr int kGroupNumbers = kHead / 2;  // of a group
+// Where the number of a thread's vector `j` is, of those that its group has.
+DEVICE int place_in_group(const Rows& rows, int j) {
+  const int column = rows.column(j);
+  return column % kHalf;
+}
+DEVICE bool has_numbers(const Rows& rows, int j) {
+  return rows.owns(j, rows.column(j));
+}
+// The row of which group u of a batch is, and whether it exists.
+DEVICE long long row_of_group(const Rows& rows, long long batch, int u) {
+  return rows.together ? batch * kBatchRows : row_of(batch, u);
 }
 DEVICE float group_number(const GroupPacket& packet, int i, bool wide) {
   if (wide) return __uint_as_float(packet.words[i]);
   return element<Element>(packet.words, i);
 }
+
+// ---- Rows: bulk copies by a warp of their own --------------------------------------------------
+// The CTA has one warp more than its teams. One of its lanes asks the copy engine for the rows of all
+// teams, stage after stage, as soon as a stage is free. So no thread that computes is held up by
+// requests, and a stage is free again once it has been read, not at the end of its batch.
+//
+// Each stage of a team has two mbarriers. `full` completes a phase when the producer has arrived with
+// the number of bytes and these have landed. `empty` completes one when every warp of the team has
+// arrived. Both sides count their batches, so that stage i % kStages of batch i is in phase i / kStages.
+//
+// Why a stage is not read before its bytes are there. A consumer waits for the phase of its batch with
+// an acquire at CTA scope. Its completion follows the copies' complete_tx, which makes their writes
+// visible to it (PTX ISA, "Async proxy": completion through an mbarrier implies a proxy fence).
+//
+// Why a stage is not overwritten before it has been read. The producer waits for the empty phase with an
+// acquire, before it requests the next copy into the stage. An arrival does not wait for loads of the
+// same thread that are still under way: without a fence the copy engine can overwrite what they are to
+// read (seen on H100s, in up to 149 of 150 launches where stores press on the queue). So every thread
+// that has read executes fence.proxy.async before the warp's barrier. The barrier orders it before the
+// arrival of lane 0, whose release the producer's wait acquires; the copy comes after that.
+//
+// Why nobody waits for ever. The producer fills the stages of all teams in the order in which the teams
+// take them, round by round. Take the earliest round and team that some CTA of a cluster cannot finish.
+// Its stage was filled, for that waits only until the team has read its batch kStages rounds ago, which
+// all CTAs have finished. So each of them has the rows, sends its sums, and receives those of the others.
+//
+// Why the producer may end first. It has no copies to wait for: those that have not landed are waited for
+// by the teams that read them, and a CTA ends with its last thread. Barriers of the CTA after that count
+// the threads that have not ended (CUDA C++ Programming Guide, __syncthreads). Before that no thread may
+// come to one: the teams' barriers are named, and tails begin after a CTA's last rows have been requested
+// and read. The empty phases that nobody waits for any more need no reader.
+//
+// dx may be the memory of dy, as in rows_bulk.cuh.
+
+struct RowPipeline {
+  static_assert(kRowsAbreast == 1, "a bulk copy brings its row to a whole team");
+  static constexpr int kGroupsAt = kRowsInFlight * 1 * kRowBytes;  // in a stage
+  static constexpr int kBatchBytes = kGroupsAt + 2 * kStagedGroups * kGroupNumbers * 4;
+
+  const Rows& rows;
+  const unsigned warp, team;  // known to be the same for the whole warp
+  unsigned char* tiles;  // of the CTA
+  unsigned long long *full, *empty;  // of team 0; those of the next team follow
+  int stage = 0;
+  unsigned phase = 0;
+
+  DEVICE RowPipeline(const Rows& r, unsigned char* smem, unsigned of)
+      : rows(r), warp(of), team(of / kWarpsPerRow), tiles(smem + kTilesOffset), full(reinterpret_cast<unsigned long long*>(smem)),
+        empty(full + kTeams * kStages) {
+    // Unrolled, because in a loop the compiler puts a fence before each of them. The kernel fences them,
+    // and a barrier of the CTA or of the cluster publishes them.
+    if (threadIdx.x == 0) {
+#pragma unroll
+      for (int s = 0; s < kTeams * kStages; ++s) {
+        mbarrier_init(&full[s], 1);
+        mbarrier_init(&empty[s], kWarpsPerRow);
+      }
+    }
+  }
+  // Requests all rows of the CTA. For the threads of the last warp, of which one does it.
+  DEVICE void produce(long long first, long long step) {
+    if (!elected()) return;
+    int into = 0;
+    unsigned turn = 1;  // of a barrier that has completed no phase the one before counts as complete
+#pragma unroll 1
+    for (long long batch = first; batch < rows.batches; batch += step) {
+#pragma unroll 1
+      for (int team = 0; team < kTeams && batch + team < rows.batches; ++team) {
+        mbarrier_wait(&empty[team * kStages + into], turn);
+        fetch(batch + team, team * kStages + into);
+      }
+      if (++into == kStages) {
+        into = 0;
+        turn ^= 1;
+      }
+    }
+  }
+  // Where numbers of a tensor begin, of group u of those in a stage.
+  DEVICE static unsigned char* group_slot(unsigned char* tile, int tensor, int u) {
+    return tile + kGroupsAt + (tensor * kStagedGroups + u) * kGroupNumbers * 4;
+  }
+  template <typename T> DEVICE static void read_numbers(GroupPacket& into, const unsigned char* from, int place) {
+    constexpr int kBytes = kElements * static_cast<int>(sizeof(T)), kChunk = kChunkOf<kBytes>;
+#pragma unroll
+    for (int c = 0; c < kBytes / kChunk; ++c)
+      *reinterpret_cast<Packet<kChunk>*>(into.words + c * kChunk / 4) =
+          load_shared_packet<kChunk>(from + place * static_cast<int>(sizeof(T)) + c * kChunk);
+  }
+  DEVICE void read_groups(GroupPacket (&cos)[kRowsInFlight][kGroupVectors],
+                   GroupPacket (&sin)[kRowsInFlight][kGroupVectors], long long batch) {
+    unsigned char* tile = tiles + place() * kBatchBytes;
+#pragma unroll
+    for (int u = 0; u < (rows.together ? 1 : kStagedGroups); ++u)
+#pragma unroll
+      for (int j = 0; j < kGroupVectors; ++j) {
+        cos[u][j] = sin[u][j] = GroupPacket{};
+        if (!rows.has(row_of_group(rows, batch, u)) || !has_numbers(rows, j)) continue;
+        const int place = place_in_group(rows, j);
+        if (rows.wide)
+          read_numbers<float>(cos[u][j], group_slot(tile, 0, u), place);
+        else
+          read_numbers<Element>(cos[u][j], group_slot(tile, 0, u), place);
+        if (rows.wide)
+          read_numbers<float>(sin[u][j], group_slot(tile, 1, u), place);
+        else
+          read_numbers<Element>(sin[u][j], group_slot(tile, 1, u), place);
+      }
+  }
+  DEVICE void fetch(long long batch, int into) {
+    const long long row = row_of_team(batch);
+    const long long left = rows.count - row;
+    // A batch of one row exists if it is due.
+    const int valid = kBatchRows == 1 || left >= kRowsInFlight ? kRowsInFlight : static_cast<int>(left);
+    unsigned char* tile = tiles + into * kBatchBytes;
+    // Of each tensor the numbers of so many groups, all of each of them.
+    const int groups = !rows.staged() ? 0 : rows.together ? 1 : valid;
+    const unsigned group_bytes = kGroupNumbers * (rows.wide ? 4 : static_cast<int>(sizeof(Element)));
+    mbarrier_expect(&full[into], valid * 1 * kRowBytes + groups * 2 * group_bytes);
+#pragma unroll 1
+    for (int u = 0; u < groups; ++u) {
+      bulk_load_numbers(group_slot(tile, 0, u),
+                static_cast<const char*>(rows.arguments.cos) +
+                    group_start(rows.arguments, row + u, rows.arguments.cos_stride) * (rows.wide ? 4 : static_cast<int>(sizeof(Element))),
+                group_bytes, &full[into]);
+      bulk_load_numbers(group_slot(tile, 1, u),
+                static_cast<const char*>(rows.arguments.sin) +
+                    group_start(rows.arguments, row + u, rows.arguments.sin_stride) * (rows.wide ? 4 : static_cast<int>(sizeof(Element))),
+                group_bytes, &full[into]);
+    }
+#pragma unroll 1
+    for (int u = 0; u < valid; ++u) {
+      bulk_load(tile + u * kRowBytes, rows.x(row + u, rows.first_column), kRowBytes, &full[into]);
+    }
+  }
+  DEVICE static long long row_of_team(long long batch) { return batch * kBatchRows; }
+  DEVICE void start(const Schedule&) {}
+  DEVICE unsigned place() const { return team * kStages + stage; }
+  DEVICE void await() { mbarrier_wait(&full[place()], phase); }
+  // A batch of one row exists if it is due.
+  DEVICE bool exists(long long batch, int u) const {
+    return kBatchRows == 1 || row_of(batch, u) < rows.count;
+  }
+  DEVICE void read(RowPacket (&x)[kRowsInFlight][kVectors], long long batch) {
+    const unsigned char* tile = tiles + place() * kBatchBytes;
+#pragma unroll
+    for (int u = 0; u < kRowsInFlight; ++u) {
+      const bool valid = exists(batch, u);
+#pragma unroll
+      for (int j = 0; j < kVectors; ++j) {
+        const int column = rows.column(j);
+        const int at = (column - rows.first_column) * static_cast<int>(sizeof(Element));
+        x[u][j] = RowPacket{};
+        if (valid && rows.owns(j, column)) {
+          x[u][j] = load_shared_packet<kVectorBytes>(tile + u * kRowBytes + at);
+        }
+      }
+    }
+  }
+  // Hands the stage back to the producer, after the last read of it.
+  DEVICE void release() {
+    fence_async_shared();
+    warp_barrier();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(&empty[place()]);
+  }
+  DEVICE void refill(const Schedule&) {}
+  DEVICE void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
 
 // ---- The weight -----------------------------------------------------------------------------
 
@@ -378,7 +532,7 @@ struct PartnerWeights {
 
 // ---- The kernel -----------------------------------------------------------------------------
 
-extern "C" __global__ void  rmsnorm_rope_forward(ARGUMENTS(Arguments, args)) {
+extern "C" __global__ void __launch_bounds__(288, 2) rmsnorm_rope_forward(ARGUMENTS(Arguments, args)) {
   DYNAMIC_SHARED(smem);
   constexpr int rank = 0;
   const unsigned participants = gridDim.x;
@@ -386,16 +540,25 @@ extern "C" __global__ void  rmsnorm_rope_forward(ARGUMENTS(Arguments, args)) {
 
   Rows rows{args, args.rows, (args.rows + kBatchRows - 1) / kBatchRows, rank * kColumns,
                   args.columns};
-  RowPipeline pipeline(rows, smem);
-  RowSum row_sum(smem);
-  Schedule schedule{static_cast<long long>(participant) * kTeams + team_index(),
+  const unsigned warp = warp_index(), team = warp / kWarpsPerRow;  // the last warp is of none
+  RowPipeline pipeline(rows, smem, warp);
+  RowSum row_sum(smem, team);
+  // The first batches, which are asked for here, lie in their stages as those in the loop below.
+  rows.together = rows_are_together(args);
+  rows.wide = sizeof(Element) == 4 || args.wide_groups;
+  Schedule schedule{static_cast<long long>(participant) * kTeams + team,
                     static_cast<long long>(participants) * kTeams};
-  // The first rows are requested before any barrier. With bulk copies this is safe because the requesting
-  // thread has itself set up the barriers of the stages, and no other thread looks at them yet.
-  pipeline.start(schedule);
+  if (threadIdx.x == 0) mbarrier_init_fence();  // it has initialised all barriers
+  // Publishes them to the CTA, and in a cluster also to those that send to it. Whatever else is in
+  // shared memory has barriers of its own.
+  cta_barrier();
+  if (warp == kThreads / 32) {
+    pipeline.produce(static_cast<long long>(participant) * kTeams,
+                     static_cast<long long>(participants) * kTeams);
+    return;
+  }
   const Weight weights(rows, args.weight, smem);
   const PartnerWeights partner_weights(weights, rows, args.weight);
-  team_barrier();
 
   // 1 / N, rounded once.
   float inverse_columns = 1.0f / kRowColumns;
@@ -408,33 +571,36 @@ extern "C" __global__ void  rmsnorm_rope_forward(ARGUMENTS(Arguments, args)) {
   rows.wide = wide_numbers;
   // A batch ahead of its use.
   GroupPacket next_cos_words[kRowsInFlight][kGroupVectors];
-  load_group(next_cos_words, args.cos, args.cos_stride, rows, schedule.batch);
+  if (!rows.staged()) load_group(next_cos_words, args.cos, args.cos_stride, rows, schedule.batch);
   // A batch ahead of its use.
   GroupPacket next_sin_words[kRowsInFlight][kGroupVectors];
-  load_group(next_sin_words, args.sin, args.sin_stride, rows, schedule.batch);
-#pragma unroll 1
-  for (int i = 1; i < 2; ++i) prefetch_groups(rows, schedule.ahead(i));
+  if (!rows.staged()) load_group(next_sin_words, args.sin, args.sin_stride, rows, schedule.batch);
 
   for (; schedule.batch < rows.batches; schedule.next()) {
     const long long batch = schedule.batch;
     RowPacket xs[kRowsInFlight][kVectors];
     GroupPacket cos_words[kRowsInFlight][kGroupVectors];
+    if (!rows.staged()) {
 #pragma unroll
     for (int u = 0; u < (rows.together ? 1 : kRowsInFlight); ++u)
 #pragma unroll
       for (int j = 0; j < kGroupVectors; ++j) cos_words[u][j] = next_cos_words[u][j];
     load_group(next_cos_words, args.cos, args.cos_stride, rows, schedule.ahead(1));
+    }
     GroupPacket sin_words[kRowsInFlight][kGroupVectors];
+    if (!rows.staged()) {
 #pragma unroll
     for (int u = 0; u < (rows.together ? 1 : kRowsInFlight); ++u)
 #pragma unroll
       for (int j = 0; j < kGroupVectors; ++j) sin_words[u][j] = next_sin_words[u][j];
     load_group(next_sin_words, args.sin, args.sin_stride, rows, schedule.ahead(1));
-    prefetch_groups(rows, schedule.ahead(2));
+    }
     pipeline.await();
     pipeline.read(xs, batch);
+    if (rows.staged()) pipeline.read_groups(cos_words, sin_words, batch);
     RowPacket partner_xs[kRowsInFlight][kVectors];
     read_partners(partner_xs, xs, rows, batch, &Rows::x);
+    if constexpr (!kReload) pipeline.release();
     float sum[kRowsInFlight] = {};
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u)
@@ -451,6 +617,7 @@ extern "C" __global__ void  rmsnorm_rope_forward(ARGUMENTS(Arguments, args)) {
     pipeline.refill(schedule);
     if constexpr (kReload) pipeline.read(xs, batch);
     if constexpr (kReload) read_partners(partner_xs, xs, rows, batch, &Rows::x);
+    if constexpr (kReload) pipeline.release();
 
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) {
@@ -470,7 +637,7 @@ extern "C" __global__ void  rmsnorm_rope_forward(ARGUMENTS(Arguments, args)) {
           const float rotated = __fmul_rn(__fmul_rn(element<Element>(partner_xs[u][j].words, i), rstd), weight_of(partner_w, i, args.weight_offset));
           out[i] = __fmaf_rn(normalized, group_number(cos_words[rows.together ? 0 : u][j % kGroupVectors], i, rows.wide), __fmul_rn((j % 2 == 0) ? -rotated : rotated, group_number(sin_words[rows.together ? 0 : u][j % kGroupVectors], i, rows.wide)));
         }
-        if (args.y != nullptr && rows.has(row) && rows.owns(j, column)) {
+        if (args.y != nullptr && pipeline.exists(batch, u) && rows.owns(j, column)) {
           RowPacket packet;
           narrow<Element, kElements>(packet.words, out);
           store_row<kVectorBytes>(y_to + Rows::distance(j), packet);
@@ -481,7 +648,7 @@ extern "C" __global__ void  rmsnorm_rope_forward(ARGUMENTS(Arguments, args)) {
   }
   };
   const bool wide_numbers = sizeof(Element) == 4 || args.wide_groups;
-  if (args.rows == 0 || args.rows % kBatchRows != 0 || args.together % kBatchRows != 0)
+  if (!rows_are_together(args))
     take_batches(false, wide_numbers);
   else if (wide_numbers)
     take_batches(true, true);
@@ -489,4 +656,4 @@ extern "C" __global__ void  rmsnorm_rope_forward(ARGUMENTS(Arguments, args)) {
     take_batches(true, false);
 }
 
-// Headers: templates/*.cuh, revision c8da7e36bbf4
+// Headers: templates/*.cuh, revision a7d7c56329c9

@@ -1,4 +1,4 @@
-// rmsnorm_rope_backward_column_slices_async2_n2048_bf16_joined128_128x4_1e3726f3
+// rmsnorm_rope_backward_column_slices_async2_n4096_bf16_joined128_128x2_4e8a002c
 //
 // Backward of y = n * cos + rotate_half(n) * sin with n = rmsnorm(x) * w: with dn = dy * cos + (dy * sin of
 // the second half in front of -(dy * sin) of the first) and xhat = x * rstd, dx = rstd * (w * dn - xhat *
@@ -12,14 +12,14 @@
 // ---- Config ---------------------------------------------------------------------------------
 
 constexpr bool kExact = true;  // N is a constant
-constexpr int kRowColumns = 2048;  // N
-constexpr int kColumns = 2048;  // columns of one CTA
+constexpr int kRowColumns = 4096;  // N
+constexpr int kColumns = 4096;  // columns of one CTA
 constexpr int kCluster = 1;  // CTAs that share a row
 constexpr int kThreadsPerRow = 128;
 constexpr int kTeamThreads = 128;  // those of a row, but at least a warp
 constexpr int kRowsAbreast = 1;  // rows that parts of a warp work on side by side
-constexpr int kTeams = 4;  // of a CTA, each with rows of its own
-constexpr int kThreads = 512;  // of one CTA
+constexpr int kTeams = 2;  // of a CTA, each with rows of its own
+constexpr int kThreads = 256;  // of one CTA
 constexpr int kRowsInFlight = 1;  // rows that a thread works on at once
 constexpr int kBatchRows = 1;  // rows of a batch: kRowsInFlight * kRowsAbreast
 constexpr int kStages = 2;  // batches under way in shared memory
@@ -27,36 +27,38 @@ constexpr int kStageBarriers = 0;  // transaction barriers of one team's stages
 constexpr int kReload = 0;  // x and dy are read again for dx
 constexpr int kVectorBytes = 16;
 constexpr int kElements = 8;  // elements of x in a vector
-constexpr int kVectors = 2;  // vectors of a row in one thread
+constexpr int kVectors = 4;  // vectors of a row in one thread
 constexpr int kWarpsPerRow = 4;
 constexpr int kWeightBytes = 16;  // of the weight for one vector of x
-constexpr int kRowBytes = 4096;  // of one CTA's part of a row of x
+constexpr int kRowBytes = 8192;  // of one CTA's part of a row of x
 constexpr int kOffset = 0;  // a number is added to the weight
 constexpr int kResidual = 0;  // the residual's gradient is added to dx
 constexpr int kResidualBytes = 16;  // beside a vector
 constexpr int kResidualRowBytes = 0;
-constexpr int kPartialStride = 2048;  // floats of one row of partial dw
+constexpr int kPartialStride = 4096;  // floats of one row of partial dw
 constexpr int kTailColumns = 32;  // columns of dw that a CTA of the tail sums at once
 constexpr int kLevels = 1;
 constexpr int kSumThreads = 0;  // of one CTA of the second kernel
 constexpr int kSumsOffset = 0;  // bytes into shared memory
-constexpr int kWeightOffset = 256;  // bytes into shared memory; not args.weight_offset
-constexpr int kBroadcastOffset = 256;
-constexpr int kTilesOffset = 33152;
+constexpr int kWeightOffset = 128;  // bytes into shared memory; not args.weight_offset
+constexpr int kBroadcastOffset = 128;
+constexpr int kTilesOffset = 33024;
 constexpr int kBlockColumns = 128;  // of a head
 constexpr int kBlockVectors = 2;  // of a head that a thread has
 constexpr int kBlockLanes = 8;  // threads that have some of a head
 constexpr int kBlockBatches = 16;  // batches that are added up at once
-constexpr int kBlockSumsOffset = 272;
+constexpr int kBlockSumsOffset = 144;
 #define ROW_LOAD ".nc"
 // Rows are asked for with a priority in the L2.
 #define ROW_POLICY ".reg .b64 policy; createpolicy.fractional.L2::evict_last.b64 policy, 1.0; "
 #define ROW_HINT ".L2::cache_hint"
 #define ROW_OPERAND ", policy"
-#define ROW_STORE ""
-#define LEAST_COLUMNS 2048  // of a row
+#define ROW_STORE ".cs"
+#define LEAST_COLUMNS 4096  // of a row
 
 #include "primitives.cuh"
+
+#include "primitives_prefetch.cuh"
 
 using Element = bf16;        // x, dy, dx
 using WeightElement = bf16;  // weight, dw
@@ -343,6 +345,26 @@ DEVICE void load_group(GroupPacket (&into)[kRowsInFlight][kGroupVectors], const 
     }
   }
 }
+// Asks the L2 for those of a later batch, so that its loads, a batch ahead of their use, need not wait for
+// memory. Of the threads of a row one asks for each number. No result depends on it.
+DEVICE void prefetch_groups(const Rows& rows, long long batch) {
+  if (batch >= rows.batches) return;
+  constexpr int kApart = kHalf;  // columns with numbers of their own
+#pragma unroll
+  for (int u = 0; u < (rows.together ? 1 : kRowsInFlight); ++u) {
+    const long long row = rows.together ? batch * kBatchRows : row_of(batch, u);
+    if (!rows.has(row)) continue;
+#pragma unroll
+    for (int j = 0; j < kGroupVectors; ++j) {
+      const int column = rows.column(j), size = rows.wide ? 4 : static_cast<int>(sizeof(Element));
+      if (column >= kApart) continue;
+      prefetch_l2(static_cast<const char*>(rows.arguments.cos) +
+                  (group_start(rows.arguments, row, rows.arguments.cos_stride) + column) * size);
+      prefetch_l2(static_cast<const char*>(rows.arguments.sin) +
+                  (group_start(rows.arguments, row, rows.arguments.sin_stride) + column) * size);
+    }
+  }
+}
 DEVICE float group_number(const GroupPacket& packet, int i, bool wide) {
   if (wide) return __uint_as_float(packet.words[i]);
   return element<Element>(packet.words, i);
@@ -402,6 +424,8 @@ extern "C" __global__ void  rmsnorm_rope_backward(ARGUMENTS(Arguments, args)) {
   // A batch ahead of its use.
   GroupPacket next_sin_words[kRowsInFlight][kGroupVectors];
   load_group(next_sin_words, args.sin, args.sin_stride, rows, schedule.batch);
+#pragma unroll 1
+  for (int i = 1; i < 2; ++i) prefetch_groups(rows, schedule.ahead(i));
 
   for (; schedule.batch < rows.batches; schedule.next()) {
     const long long batch = schedule.batch;
@@ -418,6 +442,7 @@ extern "C" __global__ void  rmsnorm_rope_backward(ARGUMENTS(Arguments, args)) {
 #pragma unroll
       for (int j = 0; j < kGroupVectors; ++j) sin_words[u][j] = next_sin_words[u][j];
     load_group(next_sin_words, args.sin, args.sin_stride, rows, schedule.ahead(1));
+    prefetch_groups(rows, schedule.ahead(2));
     pipeline.await();
     pipeline.read(xs, dys, batch);
     RowPacket partner_dys[kRowsInFlight][kVectors];
@@ -488,4 +513,4 @@ extern "C" __global__ void  rmsnorm_rope_backward(ARGUMENTS(Arguments, args)) {
   }
 }
 
-// Headers: templates/*.cuh, revision 6c07be640045
+// Headers: templates/*.cuh, revision 550c04b0f258
