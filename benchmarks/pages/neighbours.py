@@ -89,6 +89,17 @@ def groups_in() -> str:
     return table(["time over that with registers", "direction", "pipeline", *header], lines)
 
 
+def rope_without() -> str:
+    """Tabulate backwards of rotated heads over the floor, whole and without parts of their code."""
+    rows = read("rope_without_h200")["rows"]
+    parts = [part for part in rows[0] if part != "shape"]
+    lines = [
+        (row["shape"].partition(":")[2], *(f"{row[part]['ratio']:.3f}" for part in parts))
+        for row in rows
+    ]
+    return table(["time over the floor", *parts], lines)
+
+
 def _before_and_now(name: str) -> str:
     """Tabulate two packages of rotated heads in one run, over the floor."""
     found = read(name)
@@ -115,7 +126,7 @@ CONTENDERS = {
 }
 """The contenders of `benchmarks.neighbours` that are tabulated, and their titles."""
 WITH_BACKWARD = ("gated_rmsnorm_backward:", "rmsnorm_rope_backward:")
-"""How shapes of backwards begin whose forward is measured, too."""
+"""The beginnings of shapes of backwards whose forward is measured, too."""
 
 
 def beside_neighbours() -> str:
@@ -200,6 +211,7 @@ NEIGHBOURS_BLOCKS: dict[str, Callable[[], str]] = {
     "rope_halves": rope_halves,
     "groups_ahead": groups_ahead,
     "groups_in": groups_in,
+    "rope_without": rope_without,
     "beside_neighbours": beside_neighbours,
     "both_directions": both_directions,
 }

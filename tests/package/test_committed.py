@@ -127,7 +127,7 @@ def test_committed_package_is_small_enough_to_be_read(package: Path) -> None:
     for path in kernels:
         text = path.read_text()
         assert len(text) <= 35_000
-        assert sum(map(len, own_sections(text))) <= 16_000
+        assert sum(map(len, own_sections(text))) <= 17_000
 
 
 @each_package
