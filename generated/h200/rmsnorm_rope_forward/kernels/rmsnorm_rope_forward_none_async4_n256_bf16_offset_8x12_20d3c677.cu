@@ -230,7 +230,9 @@ struct RowPipeline {
   static constexpr int kTileBytes = kVectors * kThreads * kVectorBytes;  // one row of every team
   static constexpr int kResidualTileBytes = kResidual * kVectors * kThreads * kResidualBytes;
   static constexpr int kGroupBytes = 4 * kElements;  // beside a vector, of fp32
-  // Where the rows side by side in a warp are of one group, the first one's threads copy for all.
+  // Where the rows side by side in a warp are of one group, the first one's threads copy for all. What a
+  // lane has copied is visible to it behind its wait, and to the others behind the warp's barrier that
+  // follows. They have read it before the barrier in front of the next copies to its place.
   static constexpr int kSharing = 32 % kThreadsPerRow == 0 ? kRowsAbreast : 1;
   static constexpr int kSlots = kThreads / kSharing;  // one for each thread that copies
   static constexpr int kGroupTileBytes = kGroupVectors * kSlots * kGroupBytes;
@@ -307,7 +309,7 @@ struct RowPipeline {
       }
     }
   }
-  // All threads of a warp come here together, behind the wait for their own copies.
+  // All threads of a warp come here together, as to every batch: `staged` is the same for all of them.
   DEVICE void read_groups(GroupPacket (&cos)[kRowsInFlight][kGroupVectors],
                    GroupPacket (&sin)[kRowsInFlight][kGroupVectors], long long batch) {
     if constexpr (kSharing > 1) warp_barrier();  // behind the waits of those that have copied

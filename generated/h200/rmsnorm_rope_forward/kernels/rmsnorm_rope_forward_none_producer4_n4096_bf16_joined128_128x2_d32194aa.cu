@@ -409,6 +409,8 @@ struct RowPipeline {
       }
     }
   }
+  // What groups share lands with the rows, at the same barrier, and a stage is refilled behind the reads of
+  // both: the argument above is of both.
   // Where numbers of a tensor begin, of group u of those in a stage.
   DEVICE static unsigned char* group_slot(unsigned char* tile, int tensor, int u) {
     return tile + kGroupsAt + (tensor * kStagedGroups + u) * kGroupNumbers * 4;
