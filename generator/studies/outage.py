@@ -19,9 +19,13 @@ _T = TypeVar("_T")
 
 
 def without_credentials(url: str) -> str:
-    """The URL without user, password and options, whatever else is wrong with it."""
+    """The URL without user, password and options, whatever else is wrong with it. Of one whose
+    password may have a question mark only the scheme is shown."""
     scheme, _, rest = url.partition("://")
-    return f"{scheme}://{rest.partition('?')[0].rpartition('@')[2]}"
+    place, _, options = rest.partition("?")
+    if "@" in options and "@" not in place:
+        return f"{scheme}://..."
+    return f"{scheme}://{place.rpartition('@')[2]}"
 
 
 def open_error(url: str, error: BaseException) -> NormforgeError:

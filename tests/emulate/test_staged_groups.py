@@ -46,6 +46,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         f"{BACKWARD}:801x1024:bf16+joined128",
         {"pipeline": "async", **WIDE, "rows_in_flight": 2},
     ),
+    "async, joined, side by side": (
+        f"{BACKWARD}:801x512:bf16+joined128",
+        {"pipeline": "async", **HEADS, "threads_per_row": 16},
+    ),
     "heads": (f"{BACKWARD}:1024x128:bf16", {"pipeline": "async", **HEADS}),
     "heads, several rows": (f"{BACKWARD}:1024x128:bf16", {"pipeline": "async", **HEADS, **SEVERAL}),
     "heads, whole warps": (

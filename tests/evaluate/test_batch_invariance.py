@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import log2
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -153,6 +155,22 @@ def test_batches_differ_in_rows_grids_and_strides_and_some_are_divided(
     assert len(added) >= 4
     # All micro-batches of a batch but its last are whole chunks.
     assert sum(part.rows % CHUNK_ROWS == 0 for part in added) >= len(added) / 2
+
+
+def test_batches_of_whole_chunks_are_cut_inside(
+    check: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cut at the end would make a batch of no rows."""
+
+    class OfTwoChunks(Random):
+        def uniform(self, a: float, b: float) -> float:
+            return log2(2 * CHUNK_ROWS - 0.5)
+
+    monkeypatch.setattr(batch_invariance, "Random", OfTwoChunks)
+    honest = Honest()
+    assert check(honest) == ""
+    _, *parts = honest.calls
+    assert {part.rows for part in parts} == {CHUNK_ROWS, 2 * CHUNK_ROWS}
 
 
 def test_every_tensor_of_rows_is_repeated() -> None:

@@ -18,6 +18,7 @@ from normforge.serve.checks import check_arguments
 from normforge.serve.layout import Layout, read_layout
 from normforge.serve.options import PLAIN, Arguments, Options
 from normforge.spec import Launch
+from normforge.table import MAX_ALIGNMENT
 from tests.support.fake_driver import FakeDriver, tensors
 
 
@@ -174,6 +175,26 @@ def test_layout_finds_every_row_of_every_pair_of_tensors(x_kind: str, dy_kind: s
     assert strided["x"].inner == strided["dy"].inner
     for rows in (strided["dy"], strided["x"]):
         assert all(step * 2 % alignment == 0 for step in (rows.stride, rows.outer))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "copied"),
+    [
+        (torch.float32, 24, False),  # 96 bytes from row to row
+        (torch.float32, 20, True),
+        (torch.bfloat16, 32, False),
+        (torch.bfloat16, 24, True),
+    ],
+)
+def test_rows_of_a_residual_are_copied_unless_each_is_aligned(
+    dtype: torch.dtype, width: int, copied: bool
+) -> None:
+    rows, wide = torch.empty(24, 16).bfloat16(), torch.empty(24, width, dtype=dtype)
+    assert wide.data_ptr() % MAX_ALIGNMENT == 0
+    given = Arguments(rows, rows, torch.empty(24), None, dresidual=wide[:, :16])
+    layout, _ = read_layout(given)
+    assert layout.copy.dresidual is copied
+    assert layout.strided["dresidual"].stride == (16 if copied else width)
 
 
 def test_repeated_scalar_is_copied_as_one_row() -> None:

@@ -14,6 +14,7 @@ from torch.nn import functional
 from normforge.api import Package
 from normforge.frontends.batch_invariant import BatchInvariantPackage
 from normforge.frontends.graph_pass import make_backend, route_before_autograd
+from normforge.frontends.neighbours import is_copied
 from normforge.frontends.worth import Moved
 from tests.support.entry_points import grads, needs_whole_forward, randn, spied, write_package
 from tests.support.norm_add import Kernels
@@ -271,3 +272,19 @@ def test_norms_of_transformers(
     with caplog.at_level("INFO"):
         graph_of(package.ops, step, module.bfloat16(), [x, z])
     assert numbers(caplog) == [DECISIONS[alike][1]]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "copies"),
+    [("reshape", (2, 12), True), ("flatten", (1,), True), ("contiguous", (), False)],
+)
+def test_a_shape_that_takes_a_copy_counts(name: str, arguments: Any, copies: bool) -> None:
+    """What Inductor makes of its own tensors, it makes in that shape."""
+    graph = torch.fx.Graph()
+    for source, copied in ((randn(2, 4, 3).transpose(1, 2), copies), (randn(2, 3, 4), False)):
+        x = graph.placeholder("x")
+        shaped = graph.call_method(name, (x, *arguments))
+        viewed = graph.call_method("view", (shaped, -1))
+        x.meta["val"], shaped.meta["val"] = source, getattr(source, name)(*arguments)
+        viewed.meta["val"] = shaped.meta["val"].view(-1)
+        assert is_copied(shaped) is is_copied(viewed) is copied

@@ -384,6 +384,10 @@ def test_the_fastest_that_may_not_win_is_timed_beside_the_winner() -> None:
     ]
     told = fastest_ineligible(finals)
     assert told is not None and told.variant == fast.variant
+    untimed = replace(finals[1], result=Result("wrong", note="dx is off"))
+    told = fastest_ineligible([untimed, finals[0], finals[2]])
+    assert told is not None and told.variant == slow.variant
+    assert fastest_ineligible([untimed, finals[2]]) is None
 
 
 def test_one_that_may_not_win_is_not_chosen_for_its_own_slow_floor() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from generator.kernels.render import render_forward
 from generator.problem import Problem
-from generator.space.forward_space import forward_variants
+from generator.space.forward_space import forward_variants, preference
 from generator.target import Target, find_target
 from tests.support.forward import H200, of_kind
 from tests.support.listed_forwards import listed
@@ -65,3 +65,11 @@ def test_grid_gives_every_row_to_a_cta_and_walkers_no_more_than_they_are() -> No
     assert walker.grid(10**9) == 3 * 132
     assert walker.grid(1) == 1
     assert replace(walker, cluster=4).grid(10**9) == 3 * 132
+
+
+def test_two_ctas_for_each_sm_are_enough_and_fewer_are_not() -> None:
+    for v in forward_variants(Problem.parse("4096x4096:bf16"), H200)[:40]:
+        rows = v.rows_per_cta * v.rows_in_flight
+        for ctas, lacks in ((2 * H200.sms, False), (2 * H200.sms - 1, True)):
+            problem = Problem(ctas * rows, 4096, "bf16", "bf16")
+            assert preference(v, problem, H200)[3] is lacks

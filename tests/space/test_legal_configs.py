@@ -129,6 +129,17 @@ def test_a_recorded_config_gets_what_the_space_says_of_a_later_knob() -> None:
         assert legal.today(recorded) == legal.complete(recorded) == wanted
 
 
+def test_a_recorded_config_keeps_what_no_knob_of_today_explains() -> None:
+    """It is of another kernel than the one that today's knobs would make of it."""
+    config = LEGAL.space.sample(PROBLEM, TARGET, random.Random(4))
+    unknown, other = {**config, "prefetch": 2}, {**config, "groups_ahead": 4}
+    for recorded in (unknown, other):
+        assert LEGAL.complete(recorded) == recorded
+        assert LEGAL.today(recorded) is None
+    neutral = {**config, "groups_ahead": 0}
+    assert LEGAL.complete(neutral) == LEGAL.today(neutral) == config
+
+
 @pytest.mark.parametrize(
     ("columns", "served"),
     [

@@ -60,10 +60,15 @@ def by_logarithm(y: torch.Tensor) -> Pair:
     return _by_reciprocal_of(y, lambda s: torch.pow(2.0, torch.ceil(torch.log2(s.abs()))))
 
 
-def up_by_bits(scale: torch.Tensor, mantissa: int = 0x7FFFFF, least: int = 1) -> torch.Tensor:
+def up_by_bits(
+    scale: torch.Tensor,
+    mantissa: int = 0x7FFFFF,
+    least: int | None = 1,
+    most: int | None = 254,
+) -> torch.Tensor:
     bits = scale.abs().float().view(torch.int)
     exponent = ((bits >> 23) & 0xFF) + (bits & mantissa).bool().int()
-    return (exponent.clamp(least, 254) << 23).view(torch.float)
+    return (exponent.clamp(least, most) << 23).view(torch.float)
 
 
 def by_bits(y: torch.Tensor) -> Pair:
@@ -86,7 +91,16 @@ def by_exponent(y: torch.Tensor) -> Pair:
     return (blocks / scale).to(E4M3).flatten(-2), scale.squeeze(-1)
 
 
-POWERS = [by_logarithm, by_bits, by_carry, by_exponent]
+def by_bits_below(y: torch.Tensor) -> Pair:
+    """With the exponent kept below that of infinity alone."""
+    return _by_reciprocal_of(y, lambda s: up_by_bits(s, least=None))
+
+
+def by_bits_above(y: torch.Tensor) -> Pair:
+    return _by_reciprocal_of(y, lambda s: up_by_bits(s, most=None))
+
+
+POWERS = [by_logarithm, by_bits, by_bits_below, by_bits_above, by_carry, by_exponent]
 """Recipes whose scales are powers of two."""
 SPELLINGS = [by_quotient, by_reciprocal, by_inverse, clamped, by_product, *POWERS]
 

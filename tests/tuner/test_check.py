@@ -447,3 +447,12 @@ def test_forwards_are_checked_with_their_shapes() -> None:
     names = [str(one) for one in choose(stored, [problem], 5)]
     assert names == ["4096x4096:bf16", "4096x4096:bf16 forward"]
     assert len([one for one in choose(stored, None, 20) if not one.forward]) == 20
+    forwards = [str(one.problem) for one in stored if one.forward]
+    assert len(forwards) == len({*forwards}), "one that serves several shapes is checked once"
+
+
+def test_a_sample_is_spread_over_the_table() -> None:
+    problems = [Problem.parse(f"{M}x64:bf16") for M in range(1, 10)]
+    stored = [Stored(problem, SimpleNamespace(provenance={})) for problem in problems]  # type: ignore[arg-type]
+    for sample, rows in ((5, [1, 2, 4, 6, 8]), (3, [1, 4, 7]), (9, [*range(1, 10)])):
+        assert [one.problem.M for one in choose(stored, None, sample)] == rows

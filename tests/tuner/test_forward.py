@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from concurrent.futures import Future
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,8 @@ def test_a_run_searches_the_forward_of_every_shape_once_and_behind_all_others(
     )
     assert plan.searched == (*SHAPES, *forwards)
     assert [plan.budget(problem).trials for problem in plan.searched] == [8, 8, 8, 200, 200]
+    timed = replace(plan, seconds=30.0)
+    assert [timed.budget(problem).seconds for problem in plan.searched] == [10.0] * 3 + [None] * 2
     assert {plan.space_of(problem).path for problem in forwards} == {space_file("rmsnorm_forward")}
     assert {plan.space_of(problem).path for problem in SHAPES} == {plan.space_file}
     alone, two = (TaskList(p, open_queue(None)) for p in (plan, plan_of(tmp_path, devices=(0, 1))))
