@@ -279,7 +279,7 @@ def test_norms_of_transformers(
     [("reshape", (2, 12), True), ("flatten", (1,), True), ("contiguous", (), False)],
 )
 def test_a_shape_that_takes_a_copy_counts(name: str, arguments: Any, copies: bool) -> None:
-    """What Inductor makes of its own tensors, it makes in that shape."""
+    """Inductor makes its own tensors in the shape that is asked for."""
     graph = torch.fx.Graph()
     for source, copied in ((randn(2, 4, 3).transpose(1, 2), copies), (randn(2, 3, 4), False)):
         x = graph.placeholder("x")

@@ -1,4 +1,4 @@
-"""Where a storage is, in words that give no password away."""
+"""Messages name a storage and give no password away."""
 
 from __future__ import annotations
 
