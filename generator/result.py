@@ -25,6 +25,8 @@ PREDICTED_OUTCOMES = OUTCOMES | {
 
 
 _ERROR = "error_"
+FLOOR_BYTES = "floor_bytes"
+"""The name in a result's `extra` of the bytes that its floor moves."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Result:
 
     us: time of the whole operation in microseconds (cold L2, CUDA graph; or predicted).
     floor_us: the operation's floor in the same block (or predicted), which moves
-    extra["floor_bytes"]; see `generator.studies.records.plain_floor` for results without.
+    extra[FLOOR_BYTES]; see `generator.studies.records.plain_floor` for results without.
     ratio: us / floor_us, the median of paired ratios when measured. determinism: `verified`,
     `refuted` or `unverified`.
     errors: ||out - ref|| / ||ref|| of every output, by name.

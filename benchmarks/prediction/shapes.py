@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,7 +20,7 @@ from generator.problem import RMSNORM_BACKWARD, Problem
 from generator.space.load import UNPREDICTED
 from generator.studies.excerpt import digest_of
 from generator.studies.reader import Study, describe_location, read_studies
-from generator.studies.records import FLOOR_BYTES, Record, may_win
+from generator.studies.records import Record, may_win, median_floors
 from generator.studies.storage import JOURNAL_NAME
 from generator.target import Target, find_target
 
@@ -122,17 +121,14 @@ def _shape(study: Study) -> Shape | None:
         return None
     accepted = [record for record in study.records if _predictable(record.config)]
     timed = [r for r in accepted if r.result.us and r.registers is not None]
-    floors: dict[str, list[float]] = defaultdict(list)
     moved = operation_of(study.problem).traffic_bytes(study.problem)
-    for record in timed:
-        longer = moved / record.result.extra.get(FLOOR_BYTES, moved)
-        floors[record.result.gpu].append((record.result.floor_us or 0.0) * longer)
+    floors = median_floors((record.result for record in timed), moved)
     target = find_target(study.gpu)
     # A floor that leaves out the residual is made as much longer as it is expected to be.
     plain = replace(study.problem, residual="")
     without = study.plain_floor and study.problem.residual
     longer = floor_us(study.problem, target) / floor_us(plain, target) if without else 1.0
-    by_gpu = {gpu: median(times) * longer for gpu, times in floors.items()}
+    by_gpu = {gpu: floor * longer for gpu, floor in floors.items()}
     trials = [_trial(study.problem, record, by_gpu[record.result.gpu]) for record in timed]
     return Shape(study.problem, target, tuple(trials), won, median(by_gpu.values()))
 

@@ -16,10 +16,10 @@ from generator.kernels.knobs import KNOBS, knobs_like
 from generator.kernels.variant import AnyVariant, kernel_of
 from generator.operations import operation_of
 from generator.problem import Problem
+from generator.result import FLOOR_BYTES
 from generator.search.sampler import distributions
 from generator.space.legal_configs import LegalConfigs
 from generator.studies.records import (
-    FLOOR_BYTES,
     UNREADABLE,
     Record,
     Winner,

@@ -19,7 +19,7 @@ from generator.evaluate.predict.fitted import model_revision
 from generator.kernels.geometry import Config
 from generator.kernels.strategies import Strategy, is_deterministic, strategy_of
 from generator.problem import Problem
-from generator.result import Result
+from generator.result import FLOOR_BYTES, Result
 from generator.target import Target
 
 
@@ -57,12 +57,13 @@ def over_median_floor(results: Sequence[Result]) -> list[float]:
     return [over_floor(result, floors) for result in results]
 
 
-def median_floors(results: Iterable[Result]) -> dict[str, float]:
+def median_floors(results: Iterable[Result], moved: int = 0) -> dict[str, float]:
     """The median floor of every GPU that measured one of the results. Floors of fewer bytes than
-    others, which were measured before those, count as so much longer: only ratios change with that,
-    and not which result is faster."""
+    `moved` or than others, which were measured before those, count as so much longer: only ratios
+    change with that, and not which result is faster."""
     timed = [result for result in results if result.floor_us]
     most = max((result.extra.get(FLOOR_BYTES, 0) for result in timed), default=0)
+    most = max(most, moved)
     floors = defaultdict(list)
     for result in timed:
         longer = most / result.extra.get(FLOOR_BYTES, most) if most else 1.0
@@ -99,8 +100,6 @@ fastest."""
 FLOOR = "floor"
 PLAIN_FLOOR = "a torch.add that leaves out the residual, or what groups of rows share"
 """The floors that a ratio can be to."""
-FLOOR_BYTES = "floor_bytes"
-"""The name in a result's `extra` of the bytes that its floor moves."""
 
 
 @dataclass(frozen=True)

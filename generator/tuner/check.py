@@ -14,7 +14,7 @@ from generator.evaluate.gpu.rotation import FLUSH
 from generator.package.emit import read_forward_table
 from generator.package.entries import BITS, problem_of
 from generator.problem import FORWARDS, RMSNORM_BACKWARD, RMSNORM_FORWARD, Problem
-from generator.result import Result
+from generator.result import FLOOR_BYTES, Result
 from generator.studies.records import plain_floor
 from generator.target import Target
 from normforge.table import Table, TunedOf
@@ -166,7 +166,7 @@ def _recorded_ratio(stored: Stored) -> float | str:
     facts = stored.tuned.provenance
     if stored.tuned.evidence != "measured" or facts.get("ratio") is None:
         return "predicted" if stored.tuned.evidence == "predicted" else "not recorded"
-    extra = {} if facts.get("floor_bytes") is None else {"floor_bytes": facts["floor_bytes"]}
+    extra = {} if facts.get(FLOOR_BYTES) is None else {FLOOR_BYTES: facts[FLOOR_BYTES]}
     recorded = Result("ok", ratio=facts["ratio"], extra=extra)
     if not stored.forward and plain_floor(stored.problem, "measured", recorded):
         return OTHER_FLOOR

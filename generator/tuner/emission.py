@@ -26,6 +26,7 @@ from generator.package.fallback_kernels import (
     fallbacks_to_compile,
 )
 from generator.problem import FORWARDS, Problem
+from generator.result import FLOOR_BYTES
 from generator.space.forward_space import fallback_forwards, tile_forwards
 from generator.studies.records import Winner
 from generator.studies.study_log import StudyLog
@@ -143,7 +144,7 @@ def provenance(winner: Winner, storage: BaseStorage) -> dict[str, Any]:
         "outcomes": dict(winner.counts),
         "us": result.us,
         "floor_us": result.floor_us,
-        "floor_bytes": result.extra.get("floor_bytes"),
+        FLOOR_BYTES: result.extra.get(FLOOR_BYTES),
         "ratio": result.ratio,
         "condition": result.extra.get("condition"),
         **result.named_errors,

@@ -15,6 +15,7 @@ from statistics import median, quantiles
 from typing import Any
 
 from generator.errors import ProblemError
+from generator.result import FLOOR_BYTES
 
 Block = Sequence[Sequence[float]]
 """Microseconds by operation, the reference first, and by round."""
@@ -61,7 +62,7 @@ class Timing:
     def fields(self, floor_bytes: int, candidate: int = 0) -> dict[str, Any]:
         """The fields of a Result that say how fast a candidate is and how far to trust that.
         floor_bytes: what the floor moves."""
-        extra: dict[str, Any] = {"spread": round(self.spread, 4), "floor_bytes": floor_bytes}
+        extra: dict[str, Any] = {"spread": round(self.spread, 4), FLOOR_BYTES: floor_bytes}
         if self.discarded:
             extra["discarded_blocks"] = self.discarded
         if self.fault:
