@@ -1,4 +1,4 @@
-"""The memory of one CTA of a config, in bytes."""
+"""The registers of a thread, and the memory of one CTA of a config, in bytes."""
 
 from __future__ import annotations
 
@@ -17,6 +17,25 @@ least for b = sqrt(n); teams on an H200 have 31 to 500 rows."""
 @dataclass(frozen=True)
 class Geometry(RowGeometry):
     """The geometry of a config for one row length, with the memory that it takes."""
+
+    @property
+    def register_estimate(self) -> int:
+        """Registers that a thread cannot do without: partial dw, the row's vectors (one row at a
+        time when they are reloaded), the weight where it is kept, and addresses and counters."""
+        rows = 1 if self["reload"] == "smem" else self["rows_in_flight"]
+        early = len(self.signature.early) + len(self.signature.paired) * (not self.own_partners)
+        streams = early * self.itemsize + self.residual_itemsize
+        row = ceil_div(rows * self.row_elements * streams, 4)
+        if self["reload"] == "smem":
+            row = min(row, 8)
+        if self.early_sums:  # a number for each element, and x
+            row = rows * self.row_elements + row // 2
+        shared = rows * self.group_vectors * self.elements * len(self.signature.groups)
+        row += shared // 2 if self.interleaved else shared
+        kept = self["weight_in"] == "registers"
+        columns = len(self.signature.all_columns) * kept
+        weight = columns * ceil_div(self.row_elements * self.weight_itemsize, 4)
+        return int(self.accumulators + row + weight + 24)
 
     # Shared memory, in bytes from the start of the dynamic allocation.
 
@@ -122,18 +141,6 @@ class Geometry(RowGeometry):
         has rows of several groups, stages have none.)"""
         groups = self["rows_in_flight"] if self.joined else 1
         return int(self.stages_groups * groups * len(self.signature.groups))
-
-    @property
-    def group_vectors(self) -> int:
-        """Vectors of a thread that have numbers of their own (kGroupVectors in groups.cuh.j2)."""
-        step = self["threads_per_row"] * self.elements
-        if self.joined:
-            of_pairs = self.rotated if self.interleaved else self.rotated // 2
-            return 1 if self.halves or step % of_pairs == 0 else self.vectors
-        if self["cluster"] > 1:
-            return self.vectors
-        own = self.own_partners and not self.interleaved
-        return self.rotated // 2 // step if own else ceil_div(self.rotated, step)
 
     @property
     def partial_columns(self) -> int:

@@ -258,35 +258,22 @@ class RowGeometry(ItemSizes):
         return bool(alone and self.rotated // 2 % (self["threads_per_row"] * self.elements) == 0)
 
     @property
+    def group_vectors(self) -> int:
+        """Vectors of a thread that have numbers of their own: kGroupVectors in groups.cuh.j2, where
+        no cluster shares a row."""
+        step = self["threads_per_row"] * self.elements
+        if self.joined:
+            of_pairs = self.rotated if self.interleaved else self.rotated // 2
+            return 1 if self.halves or step % of_pairs == 0 else self.vectors
+        if self.own_partners and not self.interleaved:
+            return self.rotated // 2 // step
+        return min(self.vectors, ceil_div(self.rotated, step))
+
+    @property
     def exchanges(self) -> bool:
         """True when threads of a row exchange something: sums, or one column of a pair."""
         sums = self.sums.row_sums + self.sums.column_sums > 0 or self.signature.scales is not None
         return sums or (bool(self.signature.paired) and not self.own_partners)
-
-    @property
-    def register_estimate(self) -> int:
-        """Registers that a thread cannot do without: partial dw, the row's vectors (one row at a
-        time when they are reloaded), the weight where it is kept, and addresses and counters."""
-        rows = 1 if self["reload"] == "smem" else self["rows_in_flight"]
-        early = len(self.signature.early) + len(self.signature.paired) * (not self.own_partners)
-        streams = early * self.itemsize + self.residual_itemsize
-        row = ceil_div(rows * self.row_elements * streams, 4)
-        if self["reload"] == "smem":
-            row = min(row, 8)
-        if self.early_sums:  # a number for each element, and x
-            row = rows * self.row_elements + row // 2
-        step = self["threads_per_row"] * self.elements
-        rotated = min(self.vectors, ceil_div(self.rotated, step))
-        if self.joined:  # kGroupVectors in groups.cuh.j2
-            alike = step % (self.rotated if self.interleaved else self.rotated // 2) == 0
-            # With halves one vector in full: half of what is counted is left out below.
-            rotated = 2 if self.halves else 1 if alike else self.vectors
-        shared = rows * rotated * self.elements * len(self.signature.groups)
-        row += shared // 2 if self.own_partners else shared
-        kept = self["weight_in"] == "registers"
-        columns = len(self.signature.all_columns) * kept
-        weight = columns * ceil_div(self.row_elements * self.weight_itemsize, 4)
-        return int(self.accumulators + row + weight + 24)
 
     @property
     def teams(self) -> int:

@@ -4,7 +4,6 @@ what is asked for are the numbers of a later batch, all of them, and nothing pas
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,12 +17,10 @@ from generator.operations import OPERATIONS
 from generator.problem import Problem
 from generator.target import Target
 from tests.support.emulator import run_to_one_result, small
-from tests.support.rotated import BACKWARD, FORWARD
+from tests.support.rotated import BACKWARD, FORWARD, HEADS, WIDE, at_strides
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
 
-WIDE: dict[str, Any] = {"threads_per_row": 128, "grid": "full"}
-HEADS: dict[str, Any] = {"threads_per_row": 8, "rows_per_cta": 8, "grid": "full"}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "bulk": (f"{BACKWARD}:800x1024:bf16+joined128", {"pipeline": "bulk", **WIDE}),
     "producer": (f"{FORWARD}:400x2048:bf16+joined128", {"pipeline": "producer", **WIDE}),
@@ -74,11 +71,9 @@ def test_each_number_of_a_later_batch_is_asked_for(
 ) -> None:
     """A kernel that takes zeros for what nobody has asked for is right, and one that asks for less
     is not. A team's first batch is loaded without, and its second perhaps before it is asked for:
-    there is no barrier between. The rows of sin lie further apart than those of cos."""
+    there is no barrier between."""
     problem, variant = case(name, target, 4)
-    given = OPERATIONS[problem.operation].make_inputs(problem, CPU)
-    wider = torch.cat((given.sin, given.sin), 1).to(dtype)[:, : given.sin.shape[1]]
-    inputs = replace(given, cos=given.cos.to(dtype), sin=wider)
+    inputs = at_strides(OPERATIONS[problem.operation].make_inputs(problem, CPU), dtype)
     expected = run_to_one_result(variant, inputs)
     source = render(variant)
     assert "prefetch.global.L2 [" in source

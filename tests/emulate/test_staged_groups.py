@@ -3,7 +3,6 @@ and fences that this takes are needed."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,12 +16,10 @@ from generator.operations import OPERATIONS
 from generator.problem import Problem
 from generator.target import Target
 from tests.support.emulator import run_to_one_result, small
-from tests.support.rotated import BACKWARD, FORWARD
+from tests.support.rotated import BACKWARD, FORWARD, HEADS, WIDE, at_strides
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
 
-WIDE: dict[str, Any] = {"threads_per_row": 128, "grid": "full"}
-HEADS: dict[str, Any] = {"threads_per_row": 8, "rows_per_cta": 8, "grid": "full"}
 SEVERAL: dict[str, Any] = {"rows_in_flight": 2, "reload": "smem", "stages": 3}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "bulk": (f"{BACKWARD}:801x1024:bf16+joined128", {"pipeline": "bulk", **WIDE}),
@@ -72,15 +69,13 @@ def case(name: str, target: Target, groups_in: str) -> tuple[Problem, Variant]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_no_bit_depends_on_where_numbers_wait(name: str, target: Target) -> None:
-    """The rows of sin lie further apart than those of cos."""
     problem, staged = case(name, target, "smem")
     _, plain = case(name, target, "registers")
     assert "copy_numbers<" in render(staged) or "bulk_load_numbers(" in render(staged)
     assert staged.smem_bytes > plain.smem_bytes
     given = OPERATIONS[problem.operation].make_inputs(problem, CPU)
     for dtype in {torch.float32, given.x.dtype}:
-        wider = torch.cat((given.sin, given.sin), 1).to(dtype)[:, : given.sin.shape[1]]
-        inputs = replace(given, cos=given.cos.to(dtype), sin=wider)
+        inputs = at_strides(given, dtype)
         expected, found = run_to_one_result(plain, inputs), run_to_one_result(staged, inputs)
         assert all(torch.equal(found[output], expected[output]) for output in expected)
     assert check_variant(staged, problem, schedules=2, seed=2026, all_rows=True).problems == ()

@@ -509,11 +509,8 @@ def test_threads_that_do_not_divide_a_warp_have_both_columns_of_a_pair() -> None
         ("rope:4096x128:bf16", {"pipeline": "async"}, True),
         ("rope:4096x128:bf16", {"pipeline": "direct"}, False),
         ("rope:4096x128:bf16+rotary96", {"pipeline": "bulk"}, True),
-        (
-            "rope:4096x128:bf16+rotary72+interleaved",
-            {"pipeline": "bulk"},
-            False,
-        ),  # 36 numbers are 72 bytes
+        # 36 numbers are 72 bytes.
+        ("rope:4096x128:bf16+rotary72+interleaved", {"pipeline": "bulk"}, False),
         ("rope:4096x128:bf16+rotary72+interleaved", {"pipeline": "async"}, True),
         ("rope:4096x128:bf16", {"pipeline": "async", "vector_bytes": 4}, True),
         ("rope:4096x128:bf16", {"pipeline": "async", "vector_bytes": 2}, False),

@@ -4,9 +4,11 @@ off."""
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from generator.kernels.variant import Variant
 from generator.operations.rows import make_reference
@@ -23,6 +25,17 @@ PIPELINES: dict[str, dict[str, int | str]] = {
     "async": {"pipeline": "async", "stages": 2, "reload": "smem", "weight_in": "smem"},
     "producer": {"pipeline": "producer", "stages": 3, "rows_per_cta": 3, "reload": "smem"},
 }
+
+
+WIDE: dict[str, Any] = {"threads_per_row": 128, "grid": "full"}
+HEADS: dict[str, Any] = {"threads_per_row": 8, "rows_per_cta": 8, "grid": "full"}
+"""Configs for rows of joined heads, and for heads."""
+
+
+def at_strides(inputs: Any, dtype: torch.dtype) -> Any:
+    """Return inputs with cos and sin in a dtype, of which the rows of sin lie further apart."""
+    wider = torch.cat((inputs.sin, inputs.sin), 1).to(dtype)[:, : inputs.sin.shape[1]]
+    return replace(inputs, cos=inputs.cos.to(dtype), sin=wider)
 
 
 def fitting(name: str, shape: str) -> str:

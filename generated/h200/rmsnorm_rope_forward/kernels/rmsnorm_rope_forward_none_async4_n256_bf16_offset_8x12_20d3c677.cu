@@ -309,10 +309,11 @@ struct RowPipeline {
       }
     }
   }
-  // All threads of a warp come here together, as to every batch: `staged` is the same for all of them.
+  // All threads of a warp come here together, as to every batch: `staged` is the same for all of them. Their
+  // barrier is behind the waits of those that have copied.
   DEVICE void read_groups(GroupPacket (&cos)[kRowsInFlight][kGroupVectors],
                    GroupPacket (&sin)[kRowsInFlight][kGroupVectors], long long batch) {
-    if constexpr (kSharing > 1) warp_barrier();  // behind the waits of those that have copied
+    if constexpr (kSharing > 1) warp_barrier();
 #pragma unroll
     for (int u = 0; u < (rows.together ? 1 : kStagedGroups); ++u)
 #pragma unroll
